@@ -1,0 +1,128 @@
+"""What a kernel template must say of itself, and the budget checks that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .arch import Arch
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a config cannot serve a problem on an arch; the text carries the numbers."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A shared-memory tile. The kernel allocates from this entry and the budget check sums it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stages: int = 1                      # copies that the software pipeline keeps in flight
+
+    @property
+    def bytes(self) -> int:
+        elements = self.stages
+        for extent in self.shape:
+            elements *= extent
+        return elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Role:
+    """A group of threads that does one job."""
+
+    name: str
+    threads: int
+    registers: int                       # registers per thread that the accumulators and operands need at least
+
+
+def knob(*values: Any, why: str) -> Any:
+    """A Config field with the values that the tuner may try and the reason why it matters. It has no default value:
+    a template's default_config decides with the problem in hand."""
+    return field(metadata={"values": values, "why": why})
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """One kernel: its static problem, its knobs, what it needs of the chip, and how to build it.
+
+    problem and config are frozen dataclasses of plain values (str, int, bool): together with the arch they are the
+    compile key. build(problem, config) returns a TileLang prim_func and is the only part that imports TileLang.
+    arguments(problem) names the kernel's parameters in launch order; one that the problem switches off is launched as None.
+    """
+
+    name: str
+    problem: type
+    config: type
+    arches: tuple[str, ...]
+    arguments: Callable[[Any], tuple[str, ...]]
+    buffers: Callable[[Any, Any], tuple[Buffer, ...]]
+    roles: Callable[[Any, Any], tuple[Role, ...]]
+    default_config: Callable[[Any, Arch], Any]
+    build: Callable[[Any, Any], Any]
+    constraints: tuple[Callable[[Any, Any, Arch], Rejection | None], ...] = ()
+    pass_configs: Mapping[str, Any] = field(default_factory=dict)
+
+    def rejection(self, problem: Any, config: Any, arch: Arch) -> Rejection | None:
+        """The first reason why this config cannot serve this problem on this arch, or None."""
+        if arch.name not in self.arches:
+            return Rejection(f"{self.name} is not written for {arch.name}; it is for {', '.join(self.arches)}")
+        for constraint in (*self.constraints, self._fits_shared_memory, self._fits_registers, self._fits_threads):
+            rejection = constraint(problem, config, arch)
+            if rejection is not None:
+                return rejection
+        return None
+
+    def configs(self, problem: Any, arch: Arch) -> Iterator[Any]:
+        """Every config of the knob grid that the constraints allow."""
+        fields = dataclasses.fields(self.config)
+        for values in itertools.product(*(f.metadata["values"] for f in fields)):
+            config = self.config(*values)
+            if self.rejection(problem, config, arch) is None:
+                yield config
+
+    def source_sha256(self) -> str:
+        """Hash of the text that decides the generated code: the template's file and the shared macros."""
+        module = Path(inspect.getfile(self.build))
+        digest = hashlib.sha256()
+        for path in (module, module.with_name("language.py"), *sorted((module.parent / "macros").glob("*.py"))):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return digest.hexdigest()
+
+    def _fits_shared_memory(self, problem: Any, config: Any, arch: Arch) -> Rejection | None:
+        needed = sum(buffer.bytes for buffer in self.buffers(problem, config))
+        if needed > arch.shared_bytes_per_block:
+            return Rejection(f"needs {needed:,} B of shared memory; {arch.name} allows {arch.shared_bytes_per_block:,} B a block")
+        return None
+
+    def _fits_registers(self, problem: Any, config: Any, arch: Arch) -> Rejection | None:
+        roles = self.roles(problem, config)
+        for role in roles:
+            if role.registers > arch.registers_per_thread:
+                return Rejection(f"role {role.name} needs {role.registers} registers a thread; {arch.name} allows {arch.registers_per_thread}")
+        needed = sum(role.threads * role.registers for role in roles)
+        if needed > arch.registers_per_sm:
+            return Rejection(f"needs {needed:,} registers a block; {arch.name} has {arch.registers_per_sm:,}")
+        return None
+
+    def _fits_threads(self, problem: Any, config: Any, arch: Arch) -> Rejection | None:
+        threads = sum(role.threads for role in self.roles(problem, config))
+        if threads > arch.threads_per_block:
+            return Rejection(f"needs {threads} threads a block; {arch.name} allows {arch.threads_per_block}")
+        return None

@@ -1,0 +1,1 @@
+"""JIT kernel compiler and autotuner for Gated Delta Network linear attention."""

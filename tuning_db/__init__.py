@@ -1,0 +1,1 @@
+"""Tuned records that ship with the package: one JSON file per (arch, op family)."""
