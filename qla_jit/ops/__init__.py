@@ -1,1 +1,1 @@
-"""The documented operations."""
+"""The documented operations, and the steps from their arguments to their kernels."""

@@ -1,0 +1,265 @@
+"""The gated delta rule for prefill and training, chunk by chunk: the public operation and its low-level halves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+
+import torch
+
+from . import fallback
+from .inputs import CPU_DTYPES, CallInputs, check_inputs, check_tensor
+from .results import ForwardResult, Gradients
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: object | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    auto_cp: bool = True,
+    head_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated delta rule over sequences, computed chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
+
+    Per value head, with state S [K, V]: S decays by exp(g_t), what it holds under k_t is erased by the share beta_t, v_t is
+    written there with the same share, and o_t = scale S^T q_t (docs/maths.md). The signature is that of
+    flash-linear-attention, keyword for keyword.
+
+    CUDA tensors go to the kernels, which the first call compiles. CPU tensors, and CUDA tensors that need gradients, go to
+    the reference in PyTorch. Nothing waits for the GPU, except that the reference reads cu_seqlens.
+
+    Args:
+        q, k: [B, T, H, K]; fp16 or bf16, on the CPU also fp32 and fp64. k is expected to have norm 1 along K.
+        v: [B, T, HV, V] in q's dtype. HV is a multiple of H; HV / H consecutive value heads share a key head.
+        g: [B, T, HV]; fp32, bf16 or fp16, on the CPU also fp64, as every other argument below that is not q's dtype.
+            Natural log of the decay, at most 0; -1e4 or less, -inf included, resets the state. Logits with
+            use_gate_in_kernel.
+        beta: [B, T, HV], from 0 to 1, or to 2 where negative eigenvalues are wanted. Logits with
+            use_beta_sigmoid_in_kernel.
+        scale: factor of o, a Python number; None means K ** -0.5.
+        initial_state: [N, HV, K, V], one per sequence; None means zeros. N is B without cu_seqlens.
+        output_final_state: also return the state after each sequence's last token.
+        use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) along K first.
+        use_beta_sigmoid_in_kernel: take sigmoid(beta) for beta.
+        allow_neg_eigval: take 2 sigmoid(beta); needs use_beta_sigmoid_in_kernel.
+        state_v_first: states are [N, HV, V, K], initial and final.
+        cu_seqlens: [N + 1], int32 or int64, rising from 0 to at most T: the start of each packed sequence, and the end of
+            the last. Requires B == 1. Empty sequences are allowed and end in their initial state. Tokens from
+            cu_seqlens[-1] on belong to no sequence: their o is 0.
+        cu_seqlens_cpu: cu_seqlens on the CPU, for calls on a GPU: lets the values be checked and the work be divided by them.
+        chunk_indices: accepted for compatibility, and not read: cu_seqlens says it all.
+        cp_context: must be None; context parallelism over GPUs is not supported.
+        use_gate_in_kernel: take -exp(A_log) softplus(g + dt_bias) for g.
+        A_log, dt_bias: [HV], read only with use_gate_in_kernel, which needs A_log; dt_bias may be None. A_log may be -inf.
+        chunk_size: 16, 32 or 64 tokens; changes rounding only.
+        auto_cp: allow one long sequence to be split over the GPU's multiprocessors; changes rounding only.
+        head_first: must be False.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state in the layout of the initial one, fp32 (fp64 for fp64 q), or
+        None unless output_final_state.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, InputError: an argument does not fit; the message names it. All are ValueErrors;
+            a missing A_log and a cp_context are AssertionErrors too, head_first a DeprecationWarning, as FLA raises them.
+        UnsupportedError: no kernel template covers this problem on this GPU; the message says what is covered.
+    """
+    inputs = check_inputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        chunk_size=chunk_size,
+        auto_cp=auto_cp,
+        head_first=head_first,
+    )
+    if inputs.requires_grad:
+        if inputs.q.is_cuda:
+            _warn_slow_gradients()
+        result = fallback.forward(inputs)
+    else:
+        result = _forward(inputs)
+    return result.o, result.final_state
+
+
+def chunk_gated_delta_rule_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    auto_cp: bool = True,
+) -> ForwardResult:
+    """chunk_gated_delta_rule without autograd, with what a backward needs: for a caller's own autograd.Function.
+
+    Arguments and errors are those of chunk_gated_delta_rule. The saved g_sum is in natural-log units, where FLA's is in
+    units of log 2; the two libraries' saved tensors cannot be exchanged. On the reference path g_sum and A are None.
+    """
+    inputs = check_inputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        chunk_size=chunk_size,
+        auto_cp=auto_cp,
+    )
+    with torch.no_grad():
+        return _forward(inputs)
+
+
+def chunk_gated_delta_rule_bwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A: torch.Tensor | None,
+    do: torch.Tensor,
+    dht: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    *,
+    g_sum: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    auto_cp: bool = True,
+) -> Gradients:
+    """Gradients of chunk_gated_delta_rule_fwd, for a caller's own autograd.Function.
+
+    They come from the reference under autograd, on any device: right, but slow, and with every chunk's state in memory.
+
+    Args:
+        q, k, v, g, beta, scale, initial_state and the flags: as given to the forward. g is the gate itself, where FLA and
+            FlashQLA take its cumulated sum; q, k, g and beta are those before l2norm, gate and sigmoid.
+        A, g_sum: what the forward saved, or None. The reference computes them anew.
+        do: [B, T, HV, V], gradient of o.
+        dht: gradient of the final state, in its shape; None means zeros.
+
+    Returns:
+        Gradients, each in the shape and dtype of its input; unpacks as dq, dk, dv, dbeta, dg, dh0, dA_log, ddt_bias.
+
+    Raises:
+        As the forward; ShapeError also if do or dht has not the shape of its output.
+    """
+    inputs = check_inputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=dht is not None,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        chunk_size=chunk_size,
+        auto_cp=auto_cp,
+    )
+    leaves = {
+        name: getattr(inputs, name).detach().requires_grad_()
+        for name in Gradients._fields
+        if getattr(inputs, name) is not None
+    }
+    with torch.enable_grad():
+        result = fallback.forward(dataclasses.replace(inputs, **leaves))
+
+    outputs, gradients = [result.o], [do]
+    check_tensor("do", do, result.o.shape, "[B, T, HV, V]", "as o", CPU_DTYPES, inputs.facts.device)
+    if dht is not None:
+        check_tensor("dht", dht, result.final_state.shape, "[N, HV, K, V]", "as the final state", CPU_DTYPES, inputs.facts.device)
+        outputs, gradients = [*outputs, result.final_state], [*gradients, dht]
+    gradients = [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs, strict=True)]
+    by_leaf = torch.autograd.grad(outputs, list(leaves.values()), gradients, materialize_grads=True)
+    return Gradients(**(dict.fromkeys(Gradients._fields) | dict(zip(leaves, by_leaf, strict=True))))
+
+
+def _forward(inputs: CallInputs) -> ForwardResult:
+    """The call without gradients."""
+    if inputs.q.is_cuda:
+        from .pipeline import forward  # not at the top: a CPU user needs no kernel machinery
+
+        return forward(inputs)
+    return fallback.forward(inputs)
+
+
+@functools.cache                                 # once per process
+def _warn_slow_gradients() -> None:
+    warnings.warn(
+        "gradients of chunk_gated_delta_rule on a GPU come from the PyTorch reference, which is much slower than the kernels; "
+        "for inference, call it under torch.no_grad()",
+        stacklevel=3,
+    )
