@@ -62,12 +62,15 @@ class InvalidConfigError(QLAError):
 
 
 class CompileError(QLAError):
-    """A kernel did not build. `key` is the kernel key's digest, `log_path` the compiler's log; None where there is none."""
+    """A kernel did not build. `key` is its KernelKey's digest and `log_path` the compiler's log; None where there is none."""
 
     def __init__(self, message: str, *, key: str | None = None, log_path: Path | None = None) -> None:
         super().__init__(message)
         self.key = key
         self.log_path = log_path
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"\nThe whole log: {self.log_path}" if self.log_path is not None else "")
 
 
 class KernelNotCachedError(QLAError):

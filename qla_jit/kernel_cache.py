@@ -1,0 +1,261 @@
+"""Find the compiled kernel of a request: in memory, on disk (kernel_store.py), or by compiling it, once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import compiler, kernel_store
+from .cache_dir import cache_dirs, refusal, temporary_dir
+from .compiler import CompileRequest
+from .errors import CompileError, KernelNotCachedError
+from .kernel_store import KernelKey
+from .launch import LoadedKernel, load
+from .settings import settings
+
+ARTEFACT_FORMAT = 1                      # raise it when the files of an entry, or their use by launch.py, change
+LOCK_POLL_SECONDS = 0.05
+
+logger = logging.getLogger("qla_jit")
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What get() did in this process."""
+
+    memory_hits: int = 0
+    disk_hits: int = 0
+    compiles: int = 0
+    compile_seconds: float = 0.0         # summed over kernels, so more than the wall time when they compile in parallel
+    load_seconds: float = 0.0            # finding, checking and loading entries on disk
+
+
+_mutex = threading.Lock()                # guards the three below
+_memory: dict[CompileRequest, LoadedKernel] = {}
+_in_flight: dict[CompileRequest, Future[LoadedKernel]] = {}
+_stats = CacheStats()
+
+
+def get(requests: Sequence[CompileRequest]) -> list[LoadedKernel]:
+    """The kernels of the requests, in their order; what neither memory nor disk has is compiled in parallel.
+
+    Raises:
+        CompileError, InvalidConfigError, EnvironmentUnsuitable: a kernel cannot be built. The others of the batch are kept.
+        KernelNotCachedError: a kernel is missing and QLA_JIT_MODE is require.
+    """
+    try:
+        kernels = [_memory[request] for request in requests]
+    except KeyError:
+        return _get_missing(requests)
+    _count(memory_hits=len(kernels))
+    return kernels
+
+
+def key_of(request: CompileRequest) -> KernelKey:
+    """The identity of the request's kernel on this machine."""
+    return KernelKey(
+        format=ARTEFACT_FORMAT,
+        template=request.template.name,
+        template_sha256=request.template.source_sha256(),
+        problem=dataclasses.asdict(request.problem),
+        config=dataclasses.asdict(request.config),
+        arch=request.arch.name,
+        pass_configs=dict(request.template.pass_configs),
+        machine=platform.machine(),
+        tilelang=compiler.tilelang_version(),
+        nvcc=compiler.nvcc_version(),
+    )
+
+
+def stats() -> CacheStats:
+    """The counts since the process started."""
+    return _stats
+
+
+def clear_memory() -> None:
+    """Forget the loaded kernels, so that the next get() goes to the disk; for tests and benchmarks."""
+    with _mutex:
+        _memory.clear()
+
+
+def _count(**increments: float) -> None:
+    global _stats
+    with _mutex:
+        _stats = dataclasses.replace(_stats, **{name: getattr(_stats, name) + n for name, n in increments.items()})
+
+
+# Between the threads of a process: one of them takes care of a request, and the others wait for its future.
+
+
+def _get_missing(requests: Sequence[CompileRequest]) -> list[LoadedKernel]:
+    mine: list[CompileRequest] = []
+    futures: dict[CompileRequest, Future[LoadedKernel]] = {}
+    memory_hits = 0
+    with _mutex:
+        for request in dict.fromkeys(requests):
+            if request in _memory:
+                futures[request] = Future()
+                futures[request].set_result(_memory[request])
+                memory_hits += 1
+            elif request in _in_flight:
+                futures[request] = _in_flight[request]
+            else:
+                futures[request] = _in_flight[request] = Future()
+                mine.append(request)
+    _count(memory_hits=memory_hits)
+    try:
+        _take_care_of(mine)
+    except BaseException as error:
+        for request in mine:
+            _settle(request, error)
+        raise
+    return [futures[request].result() for request in requests]
+
+
+def _settle(request: CompileRequest, outcome: LoadedKernel | BaseException) -> None:
+    """Tell those who wait for a request; the first outcome counts."""
+    with _mutex:
+        future = _in_flight.pop(request, None)
+        if isinstance(outcome, LoadedKernel):
+            _memory[request] = outcome
+    if future is None:
+        return
+    if isinstance(outcome, LoadedKernel):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
+
+
+def _take_care_of(requests: Sequence[CompileRequest]) -> None:
+    missing: dict[CompileRequest, KernelKey] = {}
+    for request in requests:
+        key = key_of(request)
+        kernel = _from_disk(key)
+        if kernel is None:
+            missing[request] = key
+        else:
+            _settle(request, kernel)
+    if not missing:
+        return
+    if settings().mode == "require":
+        raise KernelNotCachedError("\n".join(_not_cached(request, key) for request, key in missing.items()))
+    logger.info("compiling, because the kernel cache (%s) does not have: %s", _places(), "; ".join(str(r) for r in missing))
+
+    def build(request: CompileRequest) -> None:
+        try:
+            _settle(request, _build(request, missing[request]))
+        except Exception as error:       # the rest of the batch goes on
+            _settle(request, error)
+
+    if len(missing) == 1:
+        build(*missing)
+        return
+    with ThreadPoolExecutor(min(len(missing), settings().jobs), thread_name_prefix="qla_jit-compile") as pool:
+        try:
+            list(pool.map(build, missing))
+        except BaseException:            # Ctrl-C: leaving the pool would wait for its threads, and they for their compilers
+            pool.shutdown(wait=False, cancel_futures=True)
+            compiler.stop_all()
+            raise
+
+
+def _build(request: CompileRequest, key: KernelKey) -> LoadedKernel:
+    with _only_builder(key.digest()):
+        # Another process may have built it while this one waited for the lock.
+        return _from_disk(key) or _compile(request, key)
+
+
+def _from_disk(key: KernelKey) -> LoadedKernel | None:
+    started = time.perf_counter()
+    kernel = kernel_store.find(key)
+    if kernel is not None:
+        _count(disk_hits=1, load_seconds=time.perf_counter() - started)
+    return kernel
+
+
+def _compile(request: CompileRequest, key: KernelKey) -> LoadedKernel:
+    # Built on the node's own disk, wherever the cache is, and copied there: only the copy can meet trouble with the cache.
+    with tempfile.TemporaryDirectory(prefix="qla_jit-build-", ignore_cleanup_errors=True) as temporary:
+        build = Path(temporary)
+        started = time.perf_counter()
+        try:
+            compiler.compile_to(build, request)
+        except CompileError as error:
+            error.key = key.digest()
+            error.log_path = kernel_store.keep_log(build / compiler.LOG, key)
+            raise
+        _count(compiles=1, compile_seconds=time.perf_counter() - started)
+        entry = kernel_store.store(build, key)
+        if entry is not None:
+            with contextlib.suppress(OSError, RuntimeError):             # a file system may forbid to run what is on it
+                return load(entry, digest=key.digest())
+        # Not stored, or another process stored this kernel first: the build at hand is the one that is known to be whole.
+        return load(build, digest=key.digest())
+
+
+# Between the processes of a node: a lock for each kernel, which the system releases when its owner dies.
+
+
+@contextlib.contextmanager
+def _only_builder(digest: str) -> Iterator[None]:
+    """Hold the lock of a kernel. It saves work and is not needed for correctness: when it cannot be had, go on without it."""
+    try:
+        descriptor = os.open(_lock_file(digest), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        _wait_for_lock(descriptor, digest)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock_file(digest: str) -> Path:
+    why = refusal(temporary_dir())
+    if why is not None:
+        raise PermissionError(why)
+    directory = temporary_dir() / "locks"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory / f"{digest}.lock"
+
+
+def _wait_for_lock(descriptor: int, digest: str) -> None:
+    deadline = time.monotonic() + settings().compile_timeout
+    announced = False
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not announced:
+                logger.info("another process is compiling the kernel %s; waiting for it", digest[:16])
+                announced = True
+            time.sleep(LOCK_POLL_SECONDS)
+
+
+def _not_cached(request: CompileRequest, key: KernelKey) -> str:
+    differences = kernel_store.nearest_differences(key)
+    if differences is None:
+        nearest = f"no kernel of the template {key.template} is there"
+    else:
+        nearest = "the nearest one differs in " + ", ".join(differences)
+    return (
+        f"{request} is not in the kernel cache ({_places()}), and QLA_JIT_MODE=require forbids compiling; {nearest}. Make the "
+        "same call once with QLA_JIT_MODE=lookup where nvcc is installed, or set QLA_JIT_CACHE_DIR to a cache that has it."
+    )
+
+
+def _places() -> str:
+    return ", ".join(str(directory.path) for directory in cache_dirs()) or "memory only"

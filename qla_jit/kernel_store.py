@@ -1,0 +1,238 @@
+"""Keep compiled kernels on disk. A kernel is a directory of its artefacts with a manifest:
+
+    <cache>/kernels/<2 hex>/<digest of the key without nvcc>/nvcc-<version>/     executable.so ... manifest.json
+    <cache>/staging/       entries on their way in
+    <cache>/quarantine/    entries that failed their manifest
+    <cache>/logs/          logs of failed builds
+
+nvcc belongs to the key, yet has a directory level of its own: a machine without nvcc looks for the rest of the key and
+takes the newest nvcc that it finds. A machine with nvcc takes its own version only.
+
+Trouble with the disk is never an error: it costs a warning and, at worst, a compilation in each process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from .cache_dir import cache_dirs, writable_cache_dir
+from .compiler import ARTEFACTS
+from .launch import LoadedKernel, load
+
+MANIFEST = "manifest.json"
+
+logger = logging.getLogger("qla_jit")
+
+
+class KernelKey(BaseModel):
+    """Everything that decides a kernel's code, and nothing else: no paths, times, host names or environment."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: int
+    template: str
+    template_sha256: str
+    problem: dict[str, bool | int | float | str | None]
+    config: dict[str, bool | int | float | str | None]
+    arch: str
+    pass_configs: dict[str, Any]
+    machine: str                         # "x86_64": the executable's host code; a home directory may be shared with aarch64
+    tilelang: str
+    nvcc: str | None                     # None: not installed here, any will do
+
+    def digest(self) -> str:
+        """SHA-256 over the key's canonical JSON."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def without_nvcc(self) -> KernelKey:
+        return self.model_copy(update={"nvcc": None})
+
+
+class FileStamp(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What an entry must contain."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: KernelKey
+    files: dict[str, FileStamp]
+
+
+def find(key: KernelKey) -> LoadedKernel | None:
+    """Load the kernel from disk; None if no intact entry is there. A damaged one is moved to quarantine."""
+    for cache in cache_dirs():
+        for entry in _entries(cache.path, key):
+            if not entry.is_dir():
+                continue
+            try:
+                manifest = _check(entry, key)
+                return load(entry, digest=manifest.key.digest())
+            except (OSError, RuntimeError, ValueError) as error:
+                _quarantine(entry, cache.path, error)
+    return None
+
+
+def store(build: Path, key: KernelKey) -> Path | None:
+    """Copy a build into the cache, whole or not at all. The entry; None if it is not there or is not this build."""
+    cache = writable_cache_dir()
+    if cache is None:
+        return None
+    entry = _entry(cache, key)
+    try:
+        (cache / "staging").mkdir(mode=0o700, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=cache / "staging"))
+        try:
+            contents = {name: (build / name).read_bytes() for name in ARTEFACTS}
+            manifest = Manifest(key=key, files={name: _stamp(data) for name, data in contents.items()})
+            contents[MANIFEST] = manifest.model_dump_json(indent=1).encode()
+            for name, data in contents.items():
+                _write_durably(staging / name, data)
+            _sync_directory(staging)
+            entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            staging.rename(entry)
+            _sync_directory(entry.parent)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        if not entry.is_dir():           # otherwise another process built the same kernel, and was faster
+            _warn_once(f"compiled kernels cannot be kept in {cache}: {error}")
+        return None
+    return entry
+
+
+def keep_log(log: Path, key: KernelKey) -> Path | None:
+    """Copy the log of a failed build to where the user can read it; None if there is no such place."""
+    cache = writable_cache_dir()
+    if cache is None:
+        return None
+    kept = cache / "logs" / f"{key.template}-{key.digest()[:16]}.log"
+    try:
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
+        shutil.copyfile(log, kept)
+    except OSError:
+        return None
+    return kept
+
+
+def nearest_differences(key: KernelKey) -> list[str] | None:
+    """In what the most similar kernel of the same template on disk differs from the key; None if there is none."""
+    wanted = _flat(key.model_dump())
+    candidates = []
+    for cached_key in _keys():
+        if cached_key.template == key.template:
+            cached = _flat((cached_key if key.nvcc is not None else cached_key.without_nvcc()).model_dump())
+            candidates.append([
+                f"{name} ({cached.get(name)!r} there, {wanted.get(name)!r} wanted)"
+                for name in sorted(wanted.keys() | cached.keys())
+                if wanted.get(name) != cached.get(name)
+            ])
+    return min(candidates, key=len, default=None)
+
+
+def _entry(cache: Path, key: KernelKey) -> Path:
+    return _builds(cache, key) / f"nvcc-{key.nvcc}"
+
+
+def _entries(cache: Path, key: KernelKey) -> list[Path]:
+    """Where the kernel may be, best first."""
+    if key.nvcc is not None:
+        return [_entry(cache, key)]
+    return sorted(_builds(cache, key).glob("nvcc-*"), key=_version_numbers, reverse=True)
+
+
+def _builds(cache: Path, key: KernelKey) -> Path:
+    digest = key.without_nvcc().digest()
+    return cache / "kernels" / digest[:2] / digest
+
+
+def _version_numbers(entry: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", entry.name)]
+
+
+def _keys() -> Iterator[KernelKey]:
+    for cache in cache_dirs():
+        for path in cache.path.glob(f"kernels/*/*/*/{MANIFEST}"):
+            try:
+                yield Manifest.model_validate_json(path.read_bytes()).key
+            except (OSError, ValueError):
+                continue                 # find() deals with damage
+
+
+def _check(entry: Path, key: KernelKey) -> Manifest:
+    """The manifest of an entry, once every file has been found to be what it says.
+
+    Raises:
+        OSError, ValueError: the entry is damaged.
+    """
+    manifest = Manifest.model_validate_json((entry / MANIFEST).read_bytes())
+    found = manifest.key if key.nvcc is not None else manifest.key.without_nvcc()
+    if found != key:
+        raise ValueError(f"{MANIFEST} is of another kernel")
+    if set(manifest.files) != set(ARTEFACTS):
+        raise ValueError(f"{MANIFEST} lists {sorted(manifest.files)}, expected {sorted(ARTEFACTS)}")
+    for name, stamp in manifest.files.items():
+        if _stamp((entry / name).read_bytes()) != stamp:
+            raise ValueError(f"{name} is not the file that was stored")
+    return manifest
+
+
+def _stamp(data: bytes) -> FileStamp:
+    return FileStamp(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _quarantine(entry: Path, cache: Path, error: Exception) -> None:
+    place = cache / "quarantine" / f"{entry.parent.name[:16]}-{uuid.uuid4().hex[:8]}"
+    try:
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        entry.rename(place)
+    except FileNotFoundError:
+        return                           # another process was faster
+    except OSError:
+        place = entry
+    logger.warning("a cached kernel is damaged and will be built again: %s; it is now in %s", error, place)
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat

@@ -1,0 +1,142 @@
+"""Read the QLA_JIT_* environment variables. No other module does.
+
+Values are read at each call of settings(), so that a test or a notebook may change os.environ at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from .errors import EnvironmentUnsuitable
+
+Mode = Literal["lookup", "tune", "require"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asked for; VARIABLES says what each field means."""
+
+    mode: Mode
+    cache_dir: Path | None               # None: the user's cache directory
+    db_path: tuple[Path, ...]
+    jobs: int
+    compile_timeout: float               # seconds
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: the Settings field that it fills, and what the documentation says of it."""
+
+    name: str
+    field: str
+    meaning: str
+    default: str                         # for people; read() gives the value
+    parse: Callable[[str], Any]          # raises ValueError, whose text says what was expected
+    fallback: Callable[[], Any]
+
+    def read(self) -> Any:
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.fallback()
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise EnvironmentUnsuitable(
+                f"{self.name}: expected {error}; got {text!r}. Unset it for the default: {self.default}"
+            ) from None
+
+
+def settings() -> Settings:
+    """The settings as the environment has them now.
+
+    Raises:
+        EnvironmentUnsuitable: a variable holds a value that cannot be used; the message names it.
+    """
+    return Settings(**{variable.field: variable.read() for variable in VARIABLES})
+
+
+@functools.cache
+def available_cpus() -> int:
+    """CPUs that this process may use: its affinity mask, and the cgroup's CPU quota, which cpu_count() ignores."""
+    cpus = len(os.sched_getaffinity(0))
+    for limit_files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):                # cgroup v2, v1
+        try:
+            quota, period = " ".join(Path("/sys/fs/cgroup", name).read_text() for name in limit_files).split()
+        except (OSError, ValueError):
+            continue
+        if quota.isdigit() and int(period) > 0:                          # "max" and -1 mean no limit
+            cpus = min(cpus, math.ceil(int(quota) / int(period)))
+    return max(cpus, 1)
+
+
+def _mode(text: str) -> str:
+    if text not in get_args(Mode):
+        raise ValueError(f"one of {', '.join(get_args(Mode))}")
+    return text
+
+
+def _directory(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_absolute():
+        # A relative path would mean another cache after each change of directory.
+        raise ValueError("an absolute path")
+    return path
+
+
+def _directories(text: str) -> tuple[Path, ...]:
+    try:
+        return tuple(_directory(part) for part in text.split(os.pathsep) if part)
+    except ValueError:
+        raise ValueError(f"absolute paths separated by {os.pathsep!r}") from None
+
+
+def _jobs(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError("a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError("a number of seconds above 0")
+    return seconds
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "QLA_JIT_MODE", "mode",
+        "What a call may do: `lookup` selects and compiles, `tune` also tunes what has no record, "
+        "`require` never compiles and raises on a kernel that is not cached.",
+        "lookup", _mode, lambda: "lookup",
+    ),
+    Variable(
+        "QLA_JIT_CACHE_DIR", "cache_dir",
+        "Where compiled kernels and tuned records are kept.",
+        "the user's cache directory (`$XDG_CACHE_HOME/qla_jit` or `~/.cache/qla_jit`)", _directory, lambda: None,
+    ),
+    Variable(
+        "QLA_JIT_DB_PATH", "db_path",
+        "Directories of tuned records to read, never written, separated like PATH; the first one that answers wins.",
+        "none", _directories, lambda: (),
+    ),
+    Variable(
+        "QLA_JIT_JOBS", "jobs",
+        "How many kernels compile at the same time.",
+        "the CPUs that the process may use", _jobs, available_cpus,
+    ),
+    Variable(
+        "QLA_JIT_COMPILE_TIMEOUT", "compile_timeout",
+        "Seconds after which the compilation of one kernel is stopped.",
+        "600", _seconds, lambda: 600.0,
+    ),
+)
