@@ -1,0 +1,138 @@
+"""Write the measured numbers into README.md and docs/performance.md, from the JSON files under benchmarks/results.
+
+    python benchmarks/fill_numbers.py [--check]
+
+A section stands between "<!-- numbers: NAME -->" and "<!-- end of numbers -->". Figures are never typed by hand; --check says
+which file is out of date instead of writing it.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import results
+from systems import SYSTEMS
+from workload import HEAD_PAIRS, SEQUENCE_SETS, Row, lengths_name
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("README.md", "docs/performance.md")
+SECTION = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.DOTALL)
+NOT_MEASURED = "Not measured yet.\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    forward = results.load(results.RESULTS / "h200" / "forward.json")
+    cold_start = results.load(results.RESULTS / "h200" / "cold_start.json")
+    sections = {
+        "forward_summary": forward_summary(forward),
+        "forward_table": forward_table(forward),
+        "cold_start": cold_start_table(cold_start),
+    }
+    stale = [name for name in FILES if filled((ROOT / name).read_text(), sections) != (ROOT / name).read_text()]
+    if "--check" in arguments:
+        for name in stale:
+            print(f"{name} does not show the numbers of benchmarks/results: run python benchmarks/fill_numbers.py")
+        return 1 if stale else 0
+    for name in stale:
+        (ROOT / name).write_text(filled((ROOT / name).read_text(), sections))
+        print(f"{name}: filled")
+    return 0
+
+
+def filled(text: str, sections: dict[str, str]) -> str:
+    return SECTION.sub(lambda match: match[1] + sections[match[2]] + match[3], text)
+
+
+def forward_summary(document: dict[str, Any]) -> str:
+    """Milliseconds of qla_jit and, in brackets, how many times faster than the fastest other library, by shape."""
+    if not any("qla_jit" in entry["ms"] for entry in document["rows"]):
+        return NOT_MEASURED
+    heads = " | ".join(f"H={H}, HV={HV}" for H, HV in HEAD_PAIRS)
+    lines = [f"| sequences | {heads} |", "|---" * (1 + len(HEAD_PAIRS)) + "|"]
+    for seqlens in SEQUENCE_SETS:
+        cells = [summary_cell(results.find_row(document, Row(H, HV, seqlens))) for H, HV in HEAD_PAIRS]
+        lines.append(f"| {lengths_name(seqlens)} | " + " | ".join(cells) + " |")
+    ratios = [ratio for entry in document["rows"] if (ratio := speed_ratio(entry)) is not None]
+    errors = [entry["rel_l2"] for entry in document["rows"] if entry["rel_l2"]]
+    said = [
+        f"Forward, milliseconds; in brackets the time of the fastest other library over ours. {origin(document)}",
+        f"Largest relative L2 error against float64: o {max(e['o'] for e in errors):.1e}, "
+        f"state {max(e['state'] for e in errors):.1e}.",
+    ]
+    if ratios:
+        said.insert(1, f"Geometric mean of the brackets: {statistics.geometric_mean(ratios):.2f} over {len(ratios)} rows.")
+    return "\n".join(lines) + "\n\n" + " ".join(said) + "\n"
+
+
+def forward_table(document: dict[str, Any]) -> str:
+    """Every number of the document, one line a row."""
+    if not document["rows"]:
+        return NOT_MEASURED
+    names = [system.name for system in SYSTEMS]
+    lines = [
+        "| H, HV | sequences | " + " | ".join(f"{name} ms" for name in names) + " | error o | error state | strategy |",
+        "|---" * (5 + len(names)) + "|",
+    ]
+    for entry in document["rows"]:
+        times = [time_cell(entry, name) for name in names]
+        error = [f"{entry['rel_l2'][output]:.2e}" if entry["rel_l2"] else "" for output in ("o", "state")]
+        cells = [f"{entry['H']}, {entry['HV']}", lengths_name(tuple(entry["seqlens"])), *times, *error, entry["strategy"] or ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    picture = "![Forward time by shape](forward_h200.svg)\n\n"
+    return picture + "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
+
+
+def cold_start_table(document: dict[str, Any]) -> str:
+    if not document["rows"]:
+        return NOT_MEASURED
+    columns = ("shape", "compile, s", "first call, empty cache, s", "load, s", "first call, warm cache, s", "host, µs a call")
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for entry in document["rows"]:
+        cold, warm = entry["cold"], entry["warm"]
+        cells = [
+            f"H={entry['H']}, HV={entry['HV']}, {entry['arch']}",
+            f"{cold['compile_seconds']:.1f} ({cold['compiles']} kernels)",
+            _seconds(cold["first_call_seconds"]),
+            f"{warm['load_seconds']:.3f} ({warm['disk_hits']} kernels)",
+            _seconds(warm["first_call_seconds"]),
+            "" if warm["host_us"] is None else f"{warm['host_us']:.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
+
+
+def time_cell(entry: dict[str, Any], system: str) -> str:
+    if system in entry["ms"]:
+        return f"{entry['ms'][system]:.3f}"
+    return "failed" if system in entry["failed"] else ""
+
+
+def summary_cell(entry: dict[str, Any] | None) -> str:
+    if entry is None or "qla_jit" not in entry["ms"]:
+        return ""
+    ratio = speed_ratio(entry)
+    return f"{entry['ms']['qla_jit']:.3f}" + (f" ({ratio:.2f}x)" if ratio is not None else "")
+
+
+def speed_ratio(entry: dict[str, Any]) -> float | None:
+    """Time of the fastest other library over ours: above 1 where ours is faster."""
+    others = [ms for name, ms in entry["ms"].items() if name != "qla_jit"]
+    return min(others) / entry["ms"]["qla_jit"] if others and "qla_jit" in entry["ms"] else None
+
+
+def origin(document: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
+    return f"{document['gpu'] or 'No GPU'}, {document['date'][:10]}, commit {document['commit']}; {versions}."
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

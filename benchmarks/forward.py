@@ -1,0 +1,158 @@
+"""How fast and how exact is the forward pass, beside FlashQLA, FlashInfer and FLA?
+
+    python benchmarks/forward.py                          every row, every library that is installed
+    python benchmarks/forward.py --only-qla-jit           keep the others' numbers of the file, measure ours again
+    python benchmarks/forward.py --rows '16,64:*' '*:1024x8' --budget-seconds 500
+
+Results are merged into the output file after every row, so a run can be stopped and repeated: what this commit has measured
+already is skipped. docs/performance.md says how the timing works and how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import results
+import torch
+from systems import SYSTEMS, System, plan_of
+from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms
+from workload import ROWS, Inputs, Row, rotated_inputs
+
+REL_L2 = (
+    " rel_l2: ||x - x64|| / ||x64|| over all heads and tokens of one input set, x64 from the chunked reference in float64 "
+    "(qla_jit.reference, which the tests hold against the token-by-token recurrence)."
+)
+Measured = Mapping[str, Mapping[str, Any]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/forward.py times kernels on a GPU, and torch sees none here.")
+    systems = [system for system in SYSTEMS if system.name in options.systems and system.installed]
+    absent = sorted(set(options.systems) - {system.name for system in systems})
+    if absent:
+        print(f"not installed, left out: {', '.join(absent)}")
+    rows = [row for row in ROWS if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in options.rows)]
+
+    document = {
+        "gpu": results.gpu_name(),
+        "versions": results.versions(system.distribution for system in SYSTEMS),
+        "commit": options.commit,
+        "date": results.now(),
+        "protocol": PROTOCOL + REL_L2,
+        "rows": results.load(options.out)["rows"],
+    }
+    budget = Budget(options.budget_seconds)
+    missing = run(
+        rows, document,
+        systems=[system.name for system in systems],
+        measure=lambda row: measure_row(row, systems, budget),
+        save=lambda: results.save(options.out, document),
+        budget=budget,
+    )
+    for row in missing:
+        print(f"not measured: {row.name}")
+    failures = [(row, failed) for row in document["rows"] if (failed := row["failed"].get("qla_jit"))]
+    for row, failed in failures:
+        print(f"qla_jit failed on H={row['H']} HV={row['HV']} {row['seqlens']}: {failed}")
+    print(f"{options.out}: {len(document['rows'])} rows, {budget.spent:.0f} s")
+    return 1 if failures else 0
+
+
+def run(
+    rows: Sequence[Row],
+    document: dict[str, Any],
+    *,
+    systems: Sequence[str],
+    measure: Callable[[Row], Measured],
+    save: Callable[[], None],
+    budget: Budget,
+) -> list[Row]:
+    """Measure the rows that this commit has not measured, saving after each. Returns those that the budget left out."""
+    slowest = 0.0
+    todo = [row for row in rows if not results.is_done(document, row, systems, commit=document["commit"])]
+    for position, row in enumerate(todo):
+        started = budget.spent
+        try:
+            budget.require(slowest)
+            measured = measure(row)
+        except BudgetSpent as stop:
+            print(f"stopped: {stop}")
+            return todo[position:]
+        results.merge_row(document, row, measured=measured, commit=document["commit"], date=document["date"])
+        save()
+        slowest = max(slowest, budget.spent - started)
+        print(describe(row, measured), f"[{budget.spent - started:.1f} s]", flush=True)
+    return []
+
+
+def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured:
+    """Time and error of each system on one row. A library that cannot do the row is a result too."""
+    cache_bytes = torch.cuda.get_device_properties().L2_cache_size
+    inputs = rotated_inputs(row, device="cuda", bytes_at_least=2 * cache_bytes)
+    o64, state64 = float64_result(inputs[0])
+    graphs, measured = {}, {}
+    for system in systems:
+        budget.require()
+        try:
+            calls = [system.prepare(x) for x in inputs]
+            o, final_state = calls[0]()
+            measured[system.name] = {"rel_l2": {"o": rel_l2(o, o64), "state": rel_l2(final_state, state64)}}
+            if system.name == "qla_jit":
+                measured[system.name]["strategy"] = plan_of(inputs[0]).strategy
+            graphs[system.name] = graph_of(calls)
+        except Exception as error:       # a benchmark reports what a library answers and goes on with the next one
+            measured[system.name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            torch.cuda.synchronize()     # raises where the GPU itself is in an error state: nothing after it would be true
+    del o64, state64
+    for name, ms in (interleaved_ms(graphs) if graphs else {}).items():
+        measured[name]["ms"] = round(ms, 5)
+    return measured
+
+
+def float64_result(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    from qla_jit.reference import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(
+        x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens_cpu, dtype=torch.float64
+    )
+
+
+def rel_l2(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(f"{((result.double() - exact).norm() / exact.norm()).item():.4g}")
+
+
+def describe(row: Row, measured: Measured) -> str:
+    cells = [
+        f"{name} {result['ms']:.3f}" if "ms" in result else f"{name} failed ({result['failed'][:60]})"
+        for name, result in measured.items()
+    ]
+    ours = measured.get("qla_jit", {}).get("rel_l2")
+    error = f"; error o {ours['o']:.2e} state {ours['state']:.2e}" if ours else ""
+    return f"{row.name:18s} ms: {', '.join(cells)}{error}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [system.name for system in SYSTEMS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--only-qla-jit", dest="systems", action="store_const", const=["qla_jit"], help="--systems qla_jit")
+    parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of names such as '16,64:4096x8'")
+    parser.add_argument("--out", type=Path, default=results.RESULTS / "h200" / "forward.json")
+    parser.add_argument("--budget-seconds", type=float, help="stop before this much time is spent")
+    parser.add_argument("--commit", default=results.current_commit(), help="where there is no git: which commit this is")
+    options = parser.parse_args(arguments)
+    for pattern in options.rows:
+        if not any(fnmatch.fnmatchcase(row.name, pattern) for row in ROWS):
+            parser.error(f"--rows {pattern!r} matches none of: {' '.join(row.name for row in ROWS)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

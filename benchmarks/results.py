@@ -1,0 +1,134 @@
+"""What a results file holds, and how several short runs fill one.
+
+    {"gpu", "versions", "commit", "date", "protocol", "rows": [row, ...]}
+
+gpu, versions, commit and date are those of the last run that wrote the file. A row says for each system which run its number
+is from (`measured`), so that a file filled in several sessions stays honest:
+
+    {"op": "forward", "H", "HV", "seqlens", "strategy",
+     "ms": {system: milliseconds}, "rel_l2": {"o", "state"},          qla_jit's error
+     "peer_rel_l2": {system: {"o", "state"}},                         the others' on the same inputs
+     "measured": {system: {"commit", "date"}}, "failed": {system: why}}
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from systems import SYSTEMS
+from workload import ROWS, Row
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
+
+
+def current_commit() -> str:
+    """The commit of this checkout, with "-dirty" where files differ from it; "unknown" outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def versions(distributions: Iterable[str] = ()) -> dict[str, str | None]:
+    """Versions of what decides the numbers; None for what is not there."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "triton", "tilelang", *sorted(set(distributions))):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The document at `path`, or an empty one."""
+    return json.loads(path.read_text()) if path.exists() else {"rows": []}
+
+
+def save(path: Path, document: Mapping[str, Any]) -> None:
+    """Write the whole document or leave the old one: a run may be stopped at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_suffix(".tmp")
+    staged.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(staged, path)
+
+
+def find_row(document: Mapping[str, Any], row: Row) -> dict[str, Any] | None:
+    for entry in document["rows"]:
+        if (entry["H"], entry["HV"], tuple(entry["seqlens"])) == (row.H, row.HV, row.seqlens):
+            return entry
+    return None
+
+
+def merge_row(document: dict[str, Any], row: Row, *, measured: Mapping[str, Mapping[str, Any]], commit: str, date: str) -> None:
+    """Put new measurements into the document; what this run did not measure stays.
+
+    measured: {system: {"ms", "rel_l2": {"o", "state"}}}, with "strategy" for qla_jit, or {system: {"failed": why}}.
+    """
+    entry = find_row(document, row)
+    if entry is None:
+        entry = {"op": "forward", "H": row.H, "HV": row.HV, "seqlens": list(row.seqlens), "strategy": None,
+                 "ms": {}, "rel_l2": None, "peer_rel_l2": {}, "measured": {}, "failed": {}}
+        document["rows"].append(entry)
+        document["rows"].sort(key=_table_order)
+    for system, result in measured.items():
+        for numbers in (entry["ms"], entry["peer_rel_l2"], entry["failed"]):
+            numbers.pop(system, None)
+        entry["measured"][system] = {"commit": commit, "date": date}
+        if "failed" in result:
+            entry["failed"][system] = result["failed"]
+            continue
+        entry["ms"][system] = result["ms"]
+        if system == "qla_jit":
+            entry["rel_l2"] = result["rel_l2"]
+            entry["strategy"] = result["strategy"]
+        else:
+            entry["peer_rel_l2"][system] = result["rel_l2"]
+
+
+def _table_order(entry: Mapping[str, Any]) -> tuple[int, ...]:
+    row = Row(entry["H"], entry["HV"], tuple(entry["seqlens"]))
+    return (ROWS.index(row),) if row in ROWS else (len(ROWS), row.H, row.HV, *row.seqlens)
+
+
+def is_done(document: Mapping[str, Any], row: Row, systems: Iterable[str], *, commit: str) -> bool:
+    """Whether this very commit has measured all of these systems on this row. A dirty or unknown commit never has."""
+    entry = find_row(document, row)
+    if entry is None or commit == "unknown" or commit.endswith("-dirty"):
+        return False
+    return all(entry["measured"].get(system, {}).get("commit") == commit for system in systems)
+
+
+def problems(document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a forward document; empty when it may be published."""
+    found = [f"{key} is missing" for key in ("gpu", "versions", "commit", "date", "protocol") if not document.get(key)]
+    known = {system.name for system in SYSTEMS}
+    for entry in document["rows"]:
+        name = Row(entry["H"], entry["HV"], tuple(entry["seqlens"])).name
+        unknown = {*entry["ms"], *entry["failed"]} - known
+        if unknown:
+            found.append(f"{name}: unknown systems {sorted(unknown)}")
+        if "qla_jit" not in entry["ms"]:
+            found.append(f"{name}: no time of qla_jit; failed: {entry['failed'].get('qla_jit', 'no, not run')}")
+        elif not all(0 <= entry["rel_l2"][output] < float("inf") for output in ("o", "state")):
+            found.append(f"{name}: rel_l2 is not a finite number: {entry['rel_l2']}")
+        found += [f"{name}: {system} took {ms} ms" for system, ms in entry["ms"].items() if not ms > 0]
+    return found

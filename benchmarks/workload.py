@@ -1,0 +1,101 @@
+"""Which calls the benchmarks time: head pairs, packed sequence sets, and their random inputs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+K = V = 128                              # the head dims that every library in the table supports
+
+# (H, HV) of one rank: Qwen3.5-122B/397B at tensor parallel 8, 4, 2, 1 and, before the last, Qwen3.5-27B.
+HEAD_PAIRS = ((2, 8), (4, 16), (8, 32), (16, 48), (16, 64))
+
+# One long sequence, few uneven ones, many equal ones: they differ in how many (sequence, head) pairs can run side by side.
+SEQUENCE_SETS = ((32768,), (8192,), (2048,), (16384,) * 2, (1024, 7168), (4096,) * 8, (1024,) * 8)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the forward table."""
+
+    H: int
+    HV: int
+    seqlens: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What --rows matches, "16,64:4096x8"."""
+        return f"{self.H},{self.HV}:{lengths_name(self.seqlens)}"
+
+
+ROWS = tuple(Row(H, HV, seqlens) for H, HV in HEAD_PAIRS for seqlens in SEQUENCE_SETS)
+
+
+def lengths_name(seqlens: tuple[int, ...]) -> str:
+    """(4096,) * 8 -> "4096x8"; (1024, 7168) -> "1024+7168"."""
+    runs = [(length, len(list(group))) for length, group in itertools.groupby(seqlens)]
+    return "+".join(f"{length}x{count}" if count > 1 else str(length) for length, count in runs)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One packed forward call."""
+
+    seqlens: tuple[int, ...]
+    q: torch.Tensor                      # [1, T, H, K], bf16, unit norm along K
+    k: torch.Tensor                      # [1, T, H, K], bf16, unit norm along K
+    v: torch.Tensor                      # [1, T, HV, V], bf16
+    g: torch.Tensor                      # [1, T, HV], fp32, natural log of the decay
+    beta: torch.Tensor                   # [1, T, HV], fp32, in (0, 1)
+    initial_state: torch.Tensor          # [N, HV, K, V], fp32
+    cu_seqlens: torch.Tensor             # [N + 1], int32, on the device of q
+    cu_seqlens_cpu: torch.Tensor         # the same on the host
+
+    @property
+    def bytes(self) -> int:
+        tensors = (self.q, self.k, self.v, self.g, self.beta, self.initial_state)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def make_inputs(row: Row, *, device: str, seed: int = 0, like: Inputs | None = None) -> Inputs:
+    """Random inputs of one row.
+
+    Gates are logsigmoid(randn) / 16, about -0.05 a token, and every fourth head never decays (g = 0): libraries that skip
+    what has decayed away are timed with and without that chance. `like` shares its cu_seqlens tensors: some libraries
+    cache what they derive from them by the identity of the tensor.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    T, N = sum(row.seqlens), len(row.seqlens)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    g = F.logsigmoid(randn(1, T, row.HV)) / 16
+    g[:, :, 3::4] = 0.0
+    if like is not None:
+        cu_seqlens, cu_seqlens_cpu = like.cu_seqlens, like.cu_seqlens_cpu
+    else:
+        cu_seqlens_cpu = torch.tensor([0, *itertools.accumulate(row.seqlens)], dtype=torch.int32)
+        cu_seqlens = cu_seqlens_cpu.to(device)
+    return Inputs(
+        seqlens=row.seqlens,
+        q=F.normalize(randn(1, T, row.H, K), dim=-1).to(torch.bfloat16),
+        k=F.normalize(randn(1, T, row.H, K), dim=-1).to(torch.bfloat16),
+        v=randn(1, T, row.HV, V).to(torch.bfloat16),
+        g=g,
+        beta=randn(1, T, row.HV).sigmoid(),
+        initial_state=randn(N, row.HV, K, V),
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+    )
+
+
+def rotated_inputs(row: Row, *, device: str, bytes_at_least: int) -> list[Inputs]:
+    """Input sets of one row, as many as it takes to hold `bytes_at_least` together, so that no call finds its inputs in L2."""
+    sets = [make_inputs(row, device=device)]
+    for seed in range(1, -(-bytes_at_least // sets[0].bytes)):
+        sets.append(make_inputs(row, device=device, seed=seed, like=sets[0]))
+    return sets
