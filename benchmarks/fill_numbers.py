@@ -31,7 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     sections = {
         "forward_summary": forward_summary(forward),
         "forward_table": forward_table(forward),
-        "cold_start": cold_start_table(cold_start),
+        "cold_start_summary": cold_start_table(cold_start, with_protocol=False),
+        "cold_start_table": cold_start_table(cold_start, with_protocol=True),
     }
     stale = [name for name in FILES if filled((ROOT / name).read_text(), sections) != (ROOT / name).read_text()]
     if "--check" in arguments:
@@ -87,10 +88,10 @@ def forward_table(document: dict[str, Any]) -> str:
     return picture + "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
 
 
-def cold_start_table(document: dict[str, Any]) -> str:
+def cold_start_table(document: dict[str, Any], *, with_protocol: bool) -> str:
     if not document["rows"]:
         return NOT_MEASURED
-    columns = ("shape", "compile, s", "first call, empty cache, s", "load, s", "first call, warm cache, s", "host, µs a call")
+    columns = ("shape", "compile, s", "first call, empty cache, s", "load, s", "first call, warm cache, s", "host, µs")
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for entry in document["rows"]:
         cold, warm = entry["cold"], entry["warm"]
@@ -103,7 +104,8 @@ def cold_start_table(document: dict[str, Any]) -> str:
             "" if warm["host_us"] is None else f"{warm['host_us']:.0f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
+    said = f"{origin(document)} {document['protocol']}" if with_protocol else origin(document)
+    return "\n".join(lines) + f"\n\n{said}\n"
 
 
 def time_cell(entry: dict[str, Any], system: str) -> str:

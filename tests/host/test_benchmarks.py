@@ -273,6 +273,17 @@ def test_the_table_shows_times_failures_and_gaps():
     assert line == "| 2, 8 | 2048 | 0.050 |  |  |  | failed | 4.00e-03 | 3.00e-03 | chunked |"
 
 
+def test_the_cold_start_table_leaves_open_what_a_machine_without_a_gpu_cannot_measure():
+    stage = {"compiles": 4, "compile_seconds": 72.52, "disk_hits": 0, "load_seconds": 0.0}
+    stage |= {"first_call_seconds": None, "host_us": None}
+    cold_start = document() | {
+        "rows": [{"H": 8, "HV": 24, "arch": "sm_90a", "cold": stage, "warm": stage | {"disk_hits": 4, "load_seconds": 0.0125}}]
+    }
+    table = fill_numbers.cold_start_table(cold_start, with_protocol=False)
+    assert "| H=8, HV=24, sm_90a | 72.5 (4 kernels) |  | 0.013 (4 kernels) |  |  |" in table
+    assert "as timed" not in table
+
+
 def test_filling_replaces_a_section_and_nothing_else():
     text = "before\n<!-- numbers: a -->\nold\n<!-- end of numbers -->\nafter\n<!-- numbers: b -->\n<!-- end of numbers -->\n"
     once = fill_numbers.filled(text, {"a": "new\n", "b": "also\n"})
