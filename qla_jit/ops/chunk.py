@@ -9,7 +9,7 @@ import warnings
 import torch
 
 from . import fallback
-from .inputs import CPU_DTYPES, CallInputs, check_inputs, check_tensor
+from .inputs import CPU_DTYPES, CallInputs, check_inputs, check_tensor, state_shape
 from .results import ForwardResult, Gradients
 
 
@@ -229,6 +229,12 @@ def chunk_gated_delta_rule_bwd(
         chunk_size=chunk_size,
         auto_cp=auto_cp,
     )
+    facts = inputs.facts
+    check_tensor("do", do, inputs.v.shape, "[B, T, HV, V]", "as o", CPU_DTYPES, facts.device)
+    if dht is not None:
+        shape, axes = state_shape(inputs.N, facts.HV, facts.K, facts.V, state_v_first)
+        check_tensor("dht", dht, shape, axes, "as the final state", CPU_DTYPES, facts.device)
+
     leaves = {
         name: getattr(inputs, name).detach().requires_grad_()
         for name in Gradients._fields
@@ -236,13 +242,10 @@ def chunk_gated_delta_rule_bwd(
     }
     with torch.enable_grad():
         result = fallback.forward(dataclasses.replace(inputs, **leaves))
-
-    outputs, gradients = [result.o], [do]
-    check_tensor("do", do, result.o.shape, "[B, T, HV, V]", "as o", CPU_DTYPES, inputs.facts.device)
+    outputs, gradients = [result.o], [do.to(result.o.dtype)]
     if dht is not None:
-        check_tensor("dht", dht, result.final_state.shape, "[N, HV, K, V]", "as the final state", CPU_DTYPES, inputs.facts.device)
-        outputs, gradients = [*outputs, result.final_state], [*gradients, dht]
-    gradients = [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs, strict=True)]
+        outputs.append(result.final_state)
+        gradients.append(dht.to(result.final_state.dtype))
     by_leaf = torch.autograd.grad(outputs, list(leaves.values()), gradients, materialize_grads=True)
     return Gradients(**(dict.fromkeys(Gradients._fields) | dict(zip(leaves, by_leaf, strict=True))))
 

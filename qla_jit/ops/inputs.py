@@ -170,9 +170,8 @@ def check_inputs(
     else:
         raise ArgumentError("cu_seqlens_cpu is the host's copy of cu_seqlens and needs it; got cu_seqlens=None; pass both")
     if initial_state is not None:
-        shape, axes = ((N, HV, V, K), "[N, HV, V, K]") if state_v_first else ((N, HV, K, V), "[N, HV, K, V]")
         meaning = "one state per sequence, V before K exactly if state_v_first"
-        check_tensor("initial_state", initial_state, shape, axes, meaning, allowed, device)
+        check_tensor("initial_state", initial_state, *state_shape(N, HV, K, V, state_v_first), meaning, allowed, device)
     if not use_gate_in_kernel:
         A_log = dt_bias = None                   # as in FLA, they are not looked at
     elif A_log is None:
@@ -226,6 +225,11 @@ def check_inputs(
         T=T,
         N=N,
     )
+
+
+def state_shape(N: int, HV: int, K: int, V: int, state_v_first: bool) -> tuple[tuple[int, ...], str]:
+    """The shape of a state, and the names of its axes."""
+    return ((N, HV, V, K), "[N, HV, V, K]") if state_v_first else ((N, HV, K, V), "[N, HV, K, V]")
 
 
 def check_tensor(

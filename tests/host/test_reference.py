@@ -79,6 +79,17 @@ def test_packed_sequences_are_independent(lengths, tail):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_what_lies_behind_the_last_sequence_is_not_used(form):
+    call = arguments(Case(lengths=(70,), tail=20))
+    o, final_state = run(form, call)
+    for name in ("q", "k", "v", "g", "beta"):
+        call[name][:, 70:] = float("nan")
+    o_nan, final_state_nan = run(form, call)
+    assert torch.equal(o_nan, o)
+    assert torch.equal(final_state_nan, final_state)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_empty_sequence_ends_as_it_began(form):
     call = arguments(Case(lengths=(0, 5, 0), state_dtype=torch.float64))
     _, final_state = run(form, call)
