@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Arch:
-    """What one SM kind allows. Values are from the CUDA C++ programming guide, "Technical specifications per compute capability"."""
+    """What one SM kind allows; values from the CUDA C++ programming guide, "Technical specifications per compute capability"."""
 
     name: str                            # what nvcc and TileLang call it, "sm_90a"
     compute_capability: tuple[int, int]

@@ -115,7 +115,9 @@ class Template:
         roles = self.roles(problem, config)
         for role in roles:
             if role.registers > arch.registers_per_thread:
-                return Rejection(f"role {role.name} needs {role.registers} registers a thread; {arch.name} allows {arch.registers_per_thread}")
+                return Rejection(
+                    f"role {role.name} needs {role.registers} registers a thread; {arch.name} allows {arch.registers_per_thread}"
+                )
         needed = sum(role.threads * role.registers for role in roles)
         if needed > arch.registers_per_sm:
             return Rejection(f"needs {needed:,} registers a block; {arch.name} has {arch.registers_per_sm:,}")

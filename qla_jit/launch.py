@@ -50,4 +50,6 @@ def _load_runtime() -> None:
     package = importlib.util.find_spec("tilelang")
     assert package is not None, "tilelang is a dependency of qla_jit"
     assert package.origin is not None, "tilelang is a regular package"
-    ctypes.CDLL(str(Path(package.origin).with_name("lib") / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
+    libraries = Path(package.origin).with_name("lib")
+    for name in ("libtvm_runtime.so", "libtilelang.so"):         # module loading and launches; tensor maps for bulk copies
+        ctypes.CDLL(str(libraries / name), ctypes.RTLD_GLOBAL)

@@ -1,0 +1,94 @@
+"""Unit length along K for the rows of q and k: y = x / sqrt(sum(x^2) + eps), one warp a row, both tensors in one launch."""
+
+from dataclasses import dataclass
+
+from .arch import ARCHES, Arch
+from .contract import Buffer, Rejection, Role, Template, knob
+from .language import T
+
+
+@dataclass(frozen=True)
+class Problem:
+    K: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Config:
+    rows: int = knob(4, 8, 16, 32, why="rows of q and of k per block; the kernel only waits for memory")
+
+
+def arguments(problem: Problem) -> tuple[str, ...]:
+    return ("q", "k", "eps", "q_unit", "k_unit")
+
+
+def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
+    return ()
+
+
+def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
+    return (Role("rows", THREADS, registers=2 * config.rows * problem.K // THREADS + 24),)
+
+
+THREADS = 128
+
+
+def row_chunks_are_whole(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
+    if config.rows * problem.K % (THREADS * 8):
+        return Rejection(f"{config.rows} rows of {problem.K} do not divide into 16-byte pieces for {THREADS} threads")
+    return None
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    for rows in (16 if problem.K <= 128 else 8, 32):
+        config = Config(rows)
+        if row_chunks_are_whole(problem, config, arch) is None:
+            break
+    return config
+
+
+def build(problem: Problem, config: Config):
+    K, rows = problem.K, config.rows
+    total = T.dynamic("total")
+
+    @T.prim_func
+    def l2norm(
+        q: T.Tensor((total, K), problem.dtype),
+        k: T.Tensor((total, K), problem.dtype),
+        eps: T.float32,
+        q_unit: T.Tensor((total, K), problem.dtype),
+        k_unit: T.Tensor((total, K), problem.dtype),
+    ):
+        with T.Kernel(T.ceildiv(total, rows), 2, threads=THREADS) as (block, which):
+            x = T.alloc_fragment((rows, K), "float32")
+            squares = T.alloc_fragment((rows, K), "float32")
+            length = T.alloc_fragment((rows,), "float32")
+            if which == 0:
+                T.copy(q[block * rows : (block + 1) * rows, 0:K], x)
+            else:
+                T.copy(k[block * rows : (block + 1) * rows, 0:K], x)
+            for i, j in T.Parallel(rows, K):
+                squares[i, j] = x[i, j] * x[i, j]
+            T.reduce_sum(squares, length, dim=1)
+            for i, j in T.Parallel(rows, K):
+                x[i, j] = x[i, j] * T.rsqrt(length[i] + eps)
+            if which == 0:
+                T.copy(x, q_unit[block * rows : (block + 1) * rows, 0:K])
+            else:
+                T.copy(x, k_unit[block * rows : (block + 1) * rows, 0:K])
+
+    return l2norm
+
+
+TEMPLATE = Template(
+    name="l2norm",
+    problem=Problem,
+    config=Config,
+    arches=tuple(ARCHES),
+    arguments=arguments,
+    buffers=buffers,
+    roles=roles,
+    default_config=default_config,
+    build=build,
+    constraints=(row_chunks_are_whole,),
+)

@@ -1,0 +1,237 @@
+"""The recurrence over chunks: the state that enters each chunk, the values it writes, and the final state.
+
+Per sequence and value head, with gamma = exp(g_sum), gamma_L its last value, and A from triangular_solve:
+
+    W     = V - gamma o (K S)
+    V_new = A W                                         [slots, HV, C, V]
+    S'    = gamma_L S + K^T ((gamma_L / gamma) o V_new)
+
+S enters chunk j as states[slot(j)], [slots, HV, K, V]. One block owns block_v columns of S for a whole sequence; S stays in
+float32 accumulators and is rounded to the input dtype only as a matrix operand. Full chunks come through the software
+pipeline; the ragged last chunk is loaded with guards, because tokens behind the end of a sequence may hold NaN.
+"""
+
+from dataclasses import dataclass
+
+from .arch import ARCHES, Arch
+from .contract import Buffer, Rejection, Role, Template, knob
+from .language import T, macro
+from .macros.gates import LOG2E
+from .macros.sequences import sequence_bounds
+
+
+@dataclass(frozen=True)
+class Problem:
+    H: int
+    HV: int
+    K: int
+    V: int
+    C: int
+    dtype: str
+    packed: bool
+    index_dtype: str
+    initial_state_dtype: str | None      # None: the state starts at zero
+    has_final_state: bool
+    state_v_first: bool                  # initial and final state are [N, HV, V, K]
+
+
+@dataclass(frozen=True)
+class Config:
+    block_v: int = knob(32, 64, 96, 128, why="columns of S per block: fewer give more blocks, more reuse K and A")
+    threads: int = knob(128, 256, why="256 halve the accumulators per thread, for K = 256")
+    stages: int = knob(1, 2, 3, why="chunks of K, V and A in flight")
+
+
+def arguments(problem: Problem) -> tuple[str, ...]:
+    return ("k", "v", "A", "g_sum", "initial_state", "cu_seqlens", "states", "v_new", "final_state")
+
+
+def padded_keys(problem: Problem) -> int:
+    """Rows of S in the block: a warpgroup multiplies 64 rows at a time, so K = 96 carries 32 rows of zeros."""
+    return -(-problem.K // 64) * 64
+
+
+def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
+    C, K, dtype = problem.C, padded_keys(problem), problem.dtype
+    return (
+        Buffer("k_tile", (C, K), dtype, stages=config.stages),
+        Buffer("v_tile", (C, config.block_v), dtype, stages=config.stages),
+        Buffer("A_tile", (C, C), dtype, stages=config.stages),
+        Buffer("g_tile", (C,), "float32", stages=config.stages),
+        # The tail has tiles of its own: TileLang does not let go of a pipelined buffer after its loop.
+        Buffer("k_tail", (C, K), dtype),
+        Buffer("v_tail", (C, config.block_v), dtype),
+        Buffer("A_tail", (C, C), dtype),
+        Buffer("g_tail", (C,), "float32"),
+        Buffer("state_tile", (K, config.block_v), dtype),
+        Buffer("w_tile", (C, config.block_v), dtype),
+        Buffer("v_new_tile", (C, config.block_v), dtype),
+        Buffer("v_decayed_tile", (C, config.block_v), dtype),
+    )
+
+
+def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
+    accumulators = (padded_keys(problem) + 2 * problem.C) * config.block_v // config.threads
+    return (Role("all", config.threads, registers=min(255, accumulators + 64)),)
+
+
+def block_divides_values(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
+    if problem.V % config.block_v:
+        return Rejection(f"block_v={config.block_v} does not divide V={problem.V}")
+    return None
+
+
+def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
+    needed = (padded_keys(problem) + problem.C) * config.block_v // config.threads
+    if needed > 192:                     # S and one product; beyond that the compiler spills inside the loop
+        return Rejection(f"S and one product take {needed} registers a thread; 192 leave room for operands")
+    return None
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    block_v = 32 if problem.V % 64 else 64
+    threads = 256 if problem.K > 128 else 128
+    for config in (Config(block_v, threads, stages=2), Config(block_v, threads, stages=1), Config(32, threads, stages=1)):
+        if TEMPLATE.rejection(problem, config, arch) is None:
+            break
+    return config
+
+
+@macro
+def enter_chunk(problem, slot, head, first_v, tiles, state, states):
+    # states[slot] <- S
+    T.copy(state, tiles.state)
+    T.copy(tiles.state, states[slot, head, 0 : tiles.state.shape[0], first_v : first_v + tiles.v.shape[1]])
+
+
+@macro
+def write_values(problem, slot, head, first_v, tiles, values, v_new):
+    # W = V - gamma o (K S);  V_new = A W
+    C, block_v = tiles.v.shape
+    T.gemm(tiles.k, tiles.state, values, clear_accum=True)
+    for i, j in T.Parallel(C, block_v):
+        values[i, j] = tiles.v[i, j] - T.exp2(tiles.g[i] * LOG2E) * values[i, j]
+    T.copy(values, tiles.w)
+    T.gemm(tiles.A, tiles.w, values, clear_accum=True)
+    T.copy(values, tiles.v_new)
+    T.copy(tiles.v_new, v_new[slot, head, 0:C, first_v : first_v + block_v])
+
+
+@macro
+def update_state(problem, tiles, values, state):
+    # S <- gamma_L S + K^T ((gamma_L / gamma) o V_new)
+    C, block_v = tiles.v.shape
+    for i, j in T.Parallel(C, block_v):
+        values[i, j] = values[i, j] * T.exp2((tiles.g[C - 1] - tiles.g[i]) * LOG2E)
+    T.copy(values, tiles.v_decayed)
+    for i, j in T.Parallel(tiles.state.shape[0], block_v):
+        state[i, j] = state[i, j] * T.exp2(tiles.g[C - 1] * LOG2E)
+    T.gemm(tiles.k, tiles.v_decayed, state, transpose_A=True)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The shared tiles of one block."""
+
+    k: object
+    v: object
+    A: object
+    g: object
+    state: object
+    w: object
+    v_new: object
+    v_decayed: object
+
+
+def build(problem: Problem, config: Config):
+    H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
+    block_v, rows = config.block_v, padded_keys(problem)
+    B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
+    N = bounds - 1 if problem.packed else B
+    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
+
+    @T.prim_func
+    def state_scan(
+        k: T.Tensor((B, tokens, H, K), dtype),
+        v: T.Tensor((B, tokens, HV, V), dtype),
+        A: T.Tensor((slots, HV, C, C), dtype),
+        g_sum: T.Tensor((slots, HV, C), "float32"),
+        initial_state: T.Tensor(state_shape, problem.initial_state_dtype or "float32"),
+        cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
+        states: T.Tensor((slots, HV, K, V), dtype),
+        v_new: T.Tensor((slots, HV, C, V), dtype),
+        final_state: T.Tensor(state_shape, "float32"),
+    ):
+        # Value blocks vary fastest: they share K and A in L2. Only x may exceed 65,535 blocks, so it carries n too.
+        with T.Kernel(V // block_v * HV * N, threads=config.threads) as block:
+            value_block = block % (V // block_v)
+            head = block // (V // block_v) % HV
+            n = block // (V // block_v * HV)
+            allocated = [T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config)]
+            tiles = Tiles(*allocated[:4], *allocated[8:])
+            tail = Tiles(*allocated[4:])
+            state = T.alloc_fragment((rows, block_v), "float32")
+            values = T.alloc_fragment((C, block_v), "float32")
+            row, first, length, first_slot = sequence_bounds(problem.packed, cu_seqlens, tokens, n, C)
+            key_head = head // (HV // H)
+            first_v = value_block * block_v
+
+            T.clear(state)
+            if problem.initial_state_dtype is not None:
+                for i, j in T.Parallel(rows, block_v):
+                    if i < K:
+                        if problem.state_v_first:
+                            state[i, j] = T.cast(initial_state[n, head, first_v + j, i], "float32")
+                        else:
+                            state[i, j] = T.cast(initial_state[n, head, i, first_v + j], "float32")
+
+            for chunk in T.Pipelined(length // C, num_stages=config.stages):
+                slot = first_slot + chunk
+                start = first + chunk * C
+                T.copy(k[row, start : start + C, key_head, 0:rows], tiles.k)
+                T.copy(v[row, start : start + C, head, first_v : first_v + block_v], tiles.v)
+                T.copy(A[slot, head, 0:C, 0:C], tiles.A)
+                T.copy(g_sum[slot, head, 0:C], tiles.g)
+                enter_chunk(problem, slot, head, first_v, tiles, state, states)
+                write_values(problem, slot, head, first_v, tiles, values, v_new)
+                update_state(problem, tiles, values, state)
+
+            valid = length % C
+            if valid > 0:
+                slot = first_slot + length // C
+                start = first + length - valid
+                zero = T.cast(0.0, dtype)
+                for i, j in T.Parallel(C, rows):
+                    tail.k[i, j] = T.if_then_else(i < valid and j < K, k[row, start + i, key_head, j], zero)
+                for i, j in T.Parallel(C, block_v):
+                    tail.v[i, j] = T.if_then_else(i < valid, v[row, start + i, head, first_v + j], zero)
+                T.copy(A[slot, head, 0:C, 0:C], tail.A)
+                T.copy(g_sum[slot, head, 0:C], tail.g)
+                enter_chunk(problem, slot, head, first_v, tail, state, states)
+                write_values(problem, slot, head, first_v, tail, values, v_new)
+                update_state(problem, tail, values, state)
+
+            if problem.has_final_state:
+                for i, j in T.Parallel(rows, block_v):
+                    if i < K:
+                        if problem.state_v_first:
+                            final_state[n, head, first_v + j, i] = state[i, j]
+                        else:
+                            final_state[n, head, i, first_v + j] = state[i, j]
+
+    return state_scan
+
+
+TEMPLATE = Template(
+    name="state_scan",
+    problem=Problem,
+    config=Config,
+    arches=tuple(ARCHES),
+    arguments=arguments,
+    buffers=buffers,
+    roles=roles,
+    default_config=default_config,
+    build=build,
+    constraints=(block_divides_values, accumulators_fit),
+    pass_configs={"tl.enable_fast_math": True},
+)
