@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     print(json.dumps(row, indent=1))
     if options.out is not None or has_gpu:
-        out = options.out or results.RESULTS / "h200" / "cold_start.json"
+        out = options.out or results.default_path("cold_start.json")
         results.save(out, document)
         print(out)
 
@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=heads, default=(8, 24), metavar="H,HV", help="default 8,24: Qwen3.5-27B on two GPUs")
     parser.add_argument("--arch", default="sm_90a", help="what to build for where there is no GPU")
-    parser.add_argument("--out", type=Path, help="default with a GPU: benchmarks/results/h200/cold_start.json; without: none")
+    parser.add_argument("--out", type=Path, help="default with a GPU: benchmarks/results/<GPU>/cold_start.json; without: none")
     parser.add_argument("--commit", default=results.current_commit(), help="where there is no git: which commit this is")
     parser.add_argument("--stage", choices=("cold", "warm"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -40,20 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"not installed, left out: {', '.join(absent)}")
     rows = [row for row in ROWS if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in options.rows)]
 
+    out = options.out or results.default_path("forward.json")
+    earlier, gpu = results.load(out), results.gpu_name()
+    if earlier.get("gpu", gpu) != gpu:
+        sys.exit(f"{out} holds the numbers of another GPU, {earlier['gpu']}, and this is {gpu}: pass another --out.")
+    versions = results.versions(system.distribution for system in SYSTEMS)
     document = {
-        "gpu": results.gpu_name(),
-        "versions": results.versions(system.distribution for system in SYSTEMS),
+        "gpu": gpu,
+        # A library that is not installed now may have numbers of an earlier run in the file.
+        "versions": {name: version or earlier.get("versions", {}).get(name) for name, version in versions.items()},
         "commit": options.commit,
         "date": results.now(),
         "protocol": PROTOCOL + REL_L2,
-        "rows": results.load(options.out)["rows"],
+        "rows": earlier["rows"],
     }
     budget = Budget(options.budget_seconds)
     missing = run(
         rows, document,
         systems=[system.name for system in systems],
         measure=lambda row: measure_row(row, systems, budget),
-        save=lambda: results.save(options.out, document),
+        save=lambda: results.save(out, document),
         budget=budget,
     )
     for row in missing:
@@ -61,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = [(row, failed) for row in document["rows"] if (failed := row["failed"].get("qla_jit"))]
     for row, failed in failures:
         print(f"qla_jit failed on H={row['H']} HV={row['HV']} {row['seqlens']}: {failed}")
-    print(f"{options.out}: {len(document['rows'])} rows, {budget.spent:.0f} s")
+    print(f"{out}: {len(document['rows'])} rows, {budget.spent:.0f} s")
     return 1 if failures else 0
 
 
@@ -75,20 +81,20 @@ def run(
     budget: Budget,
 ) -> list[Row]:
     """Measure the rows that this commit has not measured, saving after each. Returns those that the budget left out."""
-    slowest = 0.0
+    last_row_seconds = 0.0
     todo = [row for row in rows if not results.is_done(document, row, systems, commit=document["commit"])]
     for position, row in enumerate(todo):
         started = budget.spent
         try:
-            budget.require(slowest)
+            budget.require(last_row_seconds)
             measured = measure(row)
         except BudgetSpent as stop:
             print(f"stopped: {stop}")
             return todo[position:]
         results.merge_row(document, row, measured=measured, commit=document["commit"], date=document["date"])
         save()
-        slowest = max(slowest, budget.spent - started)
-        print(describe(row, measured), f"[{budget.spent - started:.1f} s]", flush=True)
+        last_row_seconds = budget.spent - started
+        print(describe(row, measured), f"[{last_row_seconds:.1f} s]", flush=True)
     return []
 
 
@@ -144,7 +150,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--only-qla-jit", dest="systems", action="store_const", const=["qla_jit"], help="--systems qla_jit")
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of names such as '16,64:4096x8'")
-    parser.add_argument("--out", type=Path, default=results.RESULTS / "h200" / "forward.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/forward.json")
     parser.add_argument("--budget-seconds", type=float, help="stop before this much time is spent")
     parser.add_argument("--commit", default=results.current_commit(), help="where there is no git: which commit this is")
     options = parser.parse_args(arguments)

@@ -47,6 +47,13 @@ def gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def default_path(name: str) -> Path:
+    """Where the results of this GPU are kept, benchmarks/results/h200/NAME for an NVIDIA H200."""
+    gpu = gpu_name()
+    assert gpu is not None, "only numbers of a GPU have a place of their own"
+    return RESULTS / gpu.lower().removeprefix("nvidia ").replace(" ", "_") / name
+
+
 def versions(distributions: Iterable[str] = ()) -> dict[str, str | None]:
     """Versions of what decides the numbers; None for what is not there."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}

@@ -224,6 +224,16 @@ def test_without_a_gpu_the_forward_benchmark_says_so(tmp_path):
         forward.main(["--out", str(tmp_path / "forward.json")])
 
 
+def test_numbers_of_two_gpus_do_not_mix(tmp_path, monkeypatch):
+    path = tmp_path / "forward.json"
+    results.save(path, document((ROW, measured(0.07))))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    with pytest.raises(SystemExit, match="another GPU, NVIDIA H200"):
+        forward.main(["--out", str(path)])
+    assert results.default_path("forward.json") == results.RESULTS / "h100_pcie" / "forward.json"
+
+
 def test_a_row_pattern_that_matches_nothing_is_an_error(capsys):
     with pytest.raises(SystemExit):
         forward.parse(["--rows", "3,9:*"])
