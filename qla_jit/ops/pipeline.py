@@ -97,7 +97,6 @@ def _unit_rows(l2norm: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Ten
 def _nothing_to_scan(inputs: CallInputs) -> ForwardResult:
     """No token, or no sequence: o is zero and the state passes through."""
     facts = inputs.facts
-    initial_state = None if inputs.initial_state is None else _aligned(inputs.initial_state)
     final_state = None
     if facts.output_final_state and inputs.initial_state is not None:
         final_state = inputs.initial_state.to(torch.float32, copy=True)

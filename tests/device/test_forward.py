@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import GATES, RAGGED_LENGTHS, Case, arguments, oracle, relative_l2
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from qla_jit.device import gpu_info
 from qla_jit.errors import QLAError, UnsupportedError
 from qla_jit.ops.inputs import check_inputs
 from qla_jit.ops.plan import plan_forward
-from cases import GATES, RAGGED_LENGTHS, Case, arguments, oracle, relative_l2
 
 pytestmark = pytest.mark.gpu
 
