@@ -203,20 +203,20 @@ def parse_ptxas(text: str) -> dict[str, Any]:
     """What ptxas --verbose says, as data.
 
     Returns:
-        {"functions": {name: {"registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes"}}, "remarks": [line]},
-        where a remark is a line with a number of its own, such as C7510, "wgmma.mma_async instructions are serialized".
+        {"functions": {name: {"registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes"}}, "remarks": [line]}.
+        A number that ptxas did not print is None. A remark is a line with a code of its own, such as
+        "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...".
     """
+    patterns = {
+        "registers": r"Used (\d+) registers",
+        "stack_bytes": r"(\d+) bytes stack frame",
+        "spill_store_bytes": r"(\d+) bytes spill stores",
+        "spill_load_bytes": r"(\d+) bytes spill loads",
+    }
     functions = {}
     for name, report in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", text, re.DOTALL):
-        stack, stores, loads = re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
-        ).groups()
-        functions[name] = {
-            "registers": int(re.search(r"Used (\d+) registers", report)[1]),
-            "stack_bytes": int(stack),
-            "spill_store_bytes": int(stores),
-            "spill_load_bytes": int(loads),
-        }
+        found = {field: re.search(pattern, report) for field, pattern in patterns.items()}
+        functions[name] = {field: None if match is None else int(match[1]) for field, match in found.items()}
     return {"functions": functions, "remarks": re.findall(r"\(C\d+\) .*", text)}
 
 
@@ -243,7 +243,7 @@ def _build(directory: Path, template: Template, problem: Any, config: Any, arch:
         built = [parameter.name for parameter in function.params]
         raise RuntimeError(f"{template.name} names the arguments {arguments} and builds a kernel with {len(built)}: {built}")
 
-    import tilelang                      # seconds; a template that cannot be built has failed before
+    import tilelang  # seconds; a template that cannot be built has failed before
 
     kernel = tilelang.compile(function, execution_backend="tvm_ffi", target=arch.target, pass_configs=dict(template.pass_configs))
     kernel.adapter.get_exportable_executable().export_library(str(directory / EXECUTABLE))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import os
+import shutil
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from qla_jit.kernel_templates.arch import ARCHES
+import pytest
+from qla_jit.kernel_templates.arch import ARCHES, SM90A
 from qla_jit.kernel_templates.contract import Buffer, Rejection, Role, Template, knob
 from qla_jit.kernel_templates.language import T
+
+from qla_jit.compiler import CompileRequest, compile_to, nvcc_version
 
 
 @dataclass(frozen=True)
@@ -88,3 +95,19 @@ TEMPLATE = _LocalTemplate(
     build=build,
     constraints=(loads_are_aligned,),
 )
+
+
+needs_nvcc = pytest.mark.skipif(nvcc_version() is None, reason="compiles a kernel, and there is no nvcc")
+
+
+def request(threads=64, per_thread=1, arch=SM90A, **problem):
+    return CompileRequest(TEMPLATE, Problem(**problem), Config(threads, per_thread), arch)
+
+
+@functools.cache
+def built():
+    """The directory of the artefacts of request(), compiled once for all tests, about ten seconds. Needs nvcc."""
+    directory = Path(tempfile.mkdtemp(prefix="qla_jit-tests-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    compile_to(directory, request())
+    return directory
