@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -142,27 +143,35 @@ def test_a_template_that_was_edited_after_its_key_was_made_is_not_built(tmp_path
         compile_to(tmp_path, request())
 
 
-def living_children(seconds_of_grace=5.0):
-    """Processes of `python -m qla_jit.compiler` below this one that still live after a while."""
-    deadline = time.monotonic() + seconds_of_grace
-    while True:
-        pids = [
-            pid for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-            if b"qla_jit.compiler" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        if not pids or time.monotonic() > deadline:
-            return pids
+lists_children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists()
+needs_list_of_children = pytest.mark.skipif(not lists_children, reason="the system does not list children in /proc")
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_end_soon(pids):
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert [pid for pid in pids if is_running(pid)] == []
 
 
 @needs_nvcc
 def test_a_child_that_hangs_is_stopped_in_time(tmp_path, monkeypatch):
+    pids = []
+    monkeypatch.setattr(compiler, "_running", type("Recorder", (set,), {"add": lambda self, child: pids.append(child.pid)})())
     monkeypatch.setenv("QLA_JIT_COMPILE_TIMEOUT", "3")
     started = time.monotonic()
     with pytest.raises(CompileError, match=r"stopped after 3 s \(QLA_JIT_COMPILE_TIMEOUT\)"):
         compile_to(tmp_path, request(behaviour="sleeps"))
     assert time.monotonic() - started < 20
-    assert living_children() == []
+    assert len(pids) == 1
+    assert_end_soon(pids)
 
 
 @needs_nvcc
@@ -185,34 +194,36 @@ def test_stop_all_ends_a_compilation_in_another_thread(tmp_path):
     assert "killed by SIGKILL" in str(errors[0])
 
 
-@needs_nvcc
-def test_a_hanging_child_does_not_outlive_a_killed_caller(tmp_path):
-    code = f"""
+# Sends a signal to a process that compiles three kernels which hang, once its compilers run.
+ASK_FOR_WHAT_HANGS = f"""
 import sys; sys.path.insert(0, {str(Path(tiny_template.__file__).parent)!r})
-from pathlib import Path
-from tiny_template import compile_to, request
-compile_to(Path({str(tmp_path)!r}), request(behaviour="sleeps"))
+from tiny_template import request
+from qla_jit import kernel_cache
+kernel_cache.get([request(behaviour="sleeps", threads=threads) for threads in (32, 64, 128)])
 """
-    caller = subprocess.Popen([sys.executable, "-c", code])
-    children = Path(f"/proc/{caller.pid}/task/{caller.pid}/children")
+
+
+@needs_nvcc
+@needs_list_of_children
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)
+def test_compilers_that_hang_end_with_their_caller(tmp_path, sent):
+    environment = {**os.environ, "QLA_JIT_CACHE_DIR": str(tmp_path), "QLA_JIT_JOBS": "2"}
+    caller = subprocess.Popen([sys.executable, "-c", ASK_FOR_WHAT_HANGS], env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not (tmp_path / "scratch" / "request.json").exists() or not (pids := children.read_text().split()):
-        assert time.monotonic() < deadline, "the child did not start"
+    while len(pids := pids_of_compilers(caller.pid)) < 2:
+        assert time.monotonic() < deadline, "the compilers did not start"
         time.sleep(0.05)
-    time.sleep(2)                        # for the child to reach the request that it is given
-    caller.kill()
-    caller.wait()
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [pid for pid in pids if is_running(pid)] == []
+    time.sleep(2)                        # for the compilers to reach what hangs
+    caller.send_signal(sent)
+    output = caller.communicate(timeout=20)[1]
+    assert ("KeyboardInterrupt" in output) == (sent == signal.SIGINT)
+    assert_end_soon(pids)
 
 
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def pids_of_compilers(caller):
+    """The children of all threads of a process that are compilers by now."""
+    pids = [pid for file in Path(f"/proc/{caller}/task").glob("*/children") for pid in file.read_text().split()]
+    return [pid for pid in pids if b"qla_jit.compiler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 # Which nvcc.
