@@ -1,4 +1,4 @@
-"""Unit length along K for the rows of q and k: y = x / sqrt(sum(x^2) + eps), one warp a row, both tensors in one launch."""
+"""Unit length along K for the rows of q and k: y = x / sqrt(sum(x^2) + eps), both tensors in one launch."""
 
 from dataclasses import dataclass
 
@@ -27,28 +27,29 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
 
 
 def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
-    return (Role("rows", THREADS, registers=2 * config.rows * problem.K // THREADS + 24),)
+    return (Role("rows", THREADS, registers=2 * config.rows * width(problem) // THREADS + 24),)
 
 
 THREADS = 128
 
 
-def row_chunks_are_whole(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if config.rows * problem.K % (THREADS * 8):
-        return Rejection(f"{config.rows} rows of {problem.K} do not divide into 16-byte pieces for {THREADS} threads")
+def width(problem: Problem) -> int:
+    """Columns of the register tile: a row's 16-byte pieces must belong to a power of two of threads, for the sum."""
+    return 1 << (problem.K - 1).bit_length()
+
+
+def row_pieces_are_whole(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
+    if config.rows * width(problem) % (THREADS * 8):
+        return Rejection(f"{config.rows} rows of {width(problem)} do not divide into 16-byte pieces for {THREADS} threads")
     return None
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
-    for rows in (16 if problem.K <= 128 else 8, 32):
-        config = Config(rows)
-        if row_chunks_are_whole(problem, config, arch) is None:
-            break
-    return config
+    return Config(rows=16 if problem.K <= 128 else 8)
 
 
 def build(problem: Problem, config: Config):
-    K, rows = problem.K, config.rows
+    K, rows, columns = problem.K, config.rows, width(problem)
     total = T.dynamic("total")
 
     @T.prim_func
@@ -60,22 +61,22 @@ def build(problem: Problem, config: Config):
         k_unit: T.Tensor((total, K), problem.dtype),
     ):
         with T.Kernel(T.ceildiv(total, rows), 2, threads=THREADS) as (block, which):
-            x = T.alloc_fragment((rows, K), "float32")
-            squares = T.alloc_fragment((rows, K), "float32")
+            x = T.alloc_fragment((rows, columns), "float32")
+            squares = T.alloc_fragment((rows, columns), "float32")
             length = T.alloc_fragment((rows,), "float32")
             if which == 0:
-                T.copy(q[block * rows : (block + 1) * rows, 0:K], x)
+                T.copy(q[block * rows : (block + 1) * rows, 0:columns], x)
             else:
-                T.copy(k[block * rows : (block + 1) * rows, 0:K], x)
-            for i, j in T.Parallel(rows, K):
+                T.copy(k[block * rows : (block + 1) * rows, 0:columns], x)
+            for i, j in T.Parallel(rows, columns):
                 squares[i, j] = x[i, j] * x[i, j]
             T.reduce_sum(squares, length, dim=1)
-            for i, j in T.Parallel(rows, K):
+            for i, j in T.Parallel(rows, columns):
                 x[i, j] = x[i, j] * T.rsqrt(length[i] + eps)
             if which == 0:
-                T.copy(x, q_unit[block * rows : (block + 1) * rows, 0:K])
+                T.copy(x, q_unit[block * rows : (block + 1) * rows, 0:columns])
             else:
-                T.copy(x, k_unit[block * rows : (block + 1) * rows, 0:K])
+                T.copy(x, k_unit[block * rows : (block + 1) * rows, 0:columns])
 
     return l2norm
 
@@ -90,5 +91,5 @@ TEMPLATE = Template(
     roles=roles,
     default_config=default_config,
     build=build,
-    constraints=(row_chunks_are_whole,),
+    constraints=(row_pieces_are_whole,),
 )

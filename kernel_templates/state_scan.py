@@ -39,11 +39,11 @@ class Problem:
 class Config:
     block_v: int = knob(32, 64, 96, 128, why="columns of S per block: fewer give more blocks, more reuse K and A")
     threads: int = knob(128, 256, why="256 halve the accumulators per thread, for K = 256")
-    stages: int = knob(1, 2, 3, why="chunks of K, V and A in flight")
+    stages: int = knob(0, 1, 2, 3, why="chunks of K, V and A in flight; 0: no pipeline, for chips without bulk copies")
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
-    return ("k", "v", "A", "g_sum", "initial_state", "cu_seqlens", "states", "v_new", "final_state")
+    return ("k", "v", "A", "g_sum", "cu_seqlens", "initial_state", "states", "v_new", "final_state")
 
 
 def padded_keys(problem: Problem) -> int:
@@ -53,16 +53,19 @@ def padded_keys(problem: Problem) -> int:
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
     C, K, dtype = problem.C, padded_keys(problem), problem.dtype
+
+    def chunk(kind: str, stages: int) -> tuple[Buffer, ...]:
+        return (
+            Buffer(f"k_{kind}", (C, K), dtype, stages),
+            Buffer(f"v_{kind}", (C, config.block_v), dtype, stages),
+            Buffer(f"A_{kind}", (C, C), dtype, stages),
+            Buffer(f"g_{kind}", (C,), "float32", stages),
+        )
+
     return (
-        Buffer("k_tile", (C, K), dtype, stages=config.stages),
-        Buffer("v_tile", (C, config.block_v), dtype, stages=config.stages),
-        Buffer("A_tile", (C, C), dtype, stages=config.stages),
-        Buffer("g_tile", (C,), "float32", stages=config.stages),
-        # The tail has tiles of its own: TileLang does not let go of a pipelined buffer after its loop.
-        Buffer("k_tail", (C, K), dtype),
-        Buffer("v_tail", (C, config.block_v), dtype),
-        Buffer("A_tail", (C, C), dtype),
-        Buffer("g_tail", (C,), "float32"),
+        *(chunk("pipelined", config.stages) if config.stages else ()),
+        # Guarded loads have tiles of their own: TileLang does not let go of a pipelined buffer after its loop.
+        *chunk("guarded", 1),
         Buffer("state_tile", (K, config.block_v), dtype),
         Buffer("w_tile", (C, config.block_v), dtype),
         Buffer("v_new_tile", (C, config.block_v), dtype),
@@ -88,24 +91,30 @@ def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection 
     return None
 
 
+def pipeline_has_bulk_copies(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
+    if config.stages and not arch.has_bulk_copy:
+        return Rejection(f"stages={config.stages} needs bulk copies, which {arch.name} lacks: there the wait counts are not constants")
+    return None
+
+
 def default_config(problem: Problem, arch: Arch) -> Config:
     block_v = 32 if problem.V % 64 else 64
     threads = 256 if problem.K > 128 else 128
-    for config in (Config(block_v, threads, stages=2), Config(block_v, threads, stages=1), Config(32, threads, stages=1)):
+    for config in (Config(v, threads, stages) for v in (block_v, 32) for stages in (2, 1, 0)):
         if TEMPLATE.rejection(problem, config, arch) is None:
             break
     return config
 
 
 @macro
-def enter_chunk(problem, slot, head, first_v, tiles, state, states):
+def enter_chunk(slot, head, first_v, tiles, state, states):
     # states[slot] <- S
     T.copy(state, tiles.state)
     T.copy(tiles.state, states[slot, head, 0 : tiles.state.shape[0], first_v : first_v + tiles.v.shape[1]])
 
 
 @macro
-def write_values(problem, slot, head, first_v, tiles, values, v_new):
+def write_values(slot, head, first_v, tiles, values, v_new):
     # W = V - gamma o (K S);  V_new = A W
     C, block_v = tiles.v.shape
     T.gemm(tiles.k, tiles.state, values, clear_accum=True)
@@ -118,7 +127,7 @@ def write_values(problem, slot, head, first_v, tiles, values, v_new):
 
 
 @macro
-def update_state(problem, tiles, values, state):
+def update_state(tiles, values, state):
     # S <- gamma_L S + K^T ((gamma_L / gamma) o V_new)
     C, block_v = tiles.v.shape
     for i, j in T.Parallel(C, block_v):
@@ -156,8 +165,8 @@ def build(problem: Problem, config: Config):
         v: T.Tensor((B, tokens, HV, V), dtype),
         A: T.Tensor((slots, HV, C, C), dtype),
         g_sum: T.Tensor((slots, HV, C), "float32"),
+        cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
         initial_state: T.Tensor(state_shape, problem.initial_state_dtype or "float32"),
-        cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
         states: T.Tensor((slots, HV, K, V), dtype),
         v_new: T.Tensor((slots, HV, C, V), dtype),
         final_state: T.Tensor(state_shape, "float32"),
@@ -167,9 +176,9 @@ def build(problem: Problem, config: Config):
             value_block = block % (V // block_v)
             head = block // (V // block_v) % HV
             n = block // (V // block_v * HV)
-            allocated = [T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config)]
-            tiles = Tiles(*allocated[:4], *allocated[8:])
-            tail = Tiles(*allocated[4:])
+            tiles = [T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config)]
+            guarded = Tiles(*tiles[-8:])
+            pipelined = Tiles(*tiles[:4], *tiles[-4:])
             state = T.alloc_fragment((rows, block_v), "float32")
             values = T.alloc_fragment((C, block_v), "float32")
             row, first, length, first_slot = sequence_bounds(problem.packed, cu_seqlens, tokens, n, C)
@@ -185,31 +194,33 @@ def build(problem: Problem, config: Config):
                         else:
                             state[i, j] = T.cast(initial_state[n, head, i, first_v + j], "float32")
 
-            for chunk in T.Pipelined(length // C, num_stages=config.stages):
+            whole_chunks = length // C if config.stages else 0
+            if config.stages:
+                for chunk in T.Pipelined(whole_chunks, num_stages=config.stages):
+                    slot = first_slot + chunk
+                    start = first + chunk * C
+                    T.copy(k[row, start : start + C, key_head, 0:rows], pipelined.k)
+                    T.copy(v[row, start : start + C, head, first_v : first_v + block_v], pipelined.v)
+                    T.copy(A[slot, head, 0:C, 0:C], pipelined.A)
+                    T.copy(g_sum[slot, head, 0:C], pipelined.g)
+                    enter_chunk(slot, head, first_v, pipelined, state, states)
+                    write_values(slot, head, first_v, pipelined, values, v_new)
+                    update_state(pipelined, values, state)
+
+            for chunk in T.serial(whole_chunks, T.ceildiv(length, C)):
                 slot = first_slot + chunk
                 start = first + chunk * C
-                T.copy(k[row, start : start + C, key_head, 0:rows], tiles.k)
-                T.copy(v[row, start : start + C, head, first_v : first_v + block_v], tiles.v)
-                T.copy(A[slot, head, 0:C, 0:C], tiles.A)
-                T.copy(g_sum[slot, head, 0:C], tiles.g)
-                enter_chunk(problem, slot, head, first_v, tiles, state, states)
-                write_values(problem, slot, head, first_v, tiles, values, v_new)
-                update_state(problem, tiles, values, state)
-
-            valid = length % C
-            if valid > 0:
-                slot = first_slot + length // C
-                start = first + length - valid
+                valid = length - chunk * C
                 zero = T.cast(0.0, dtype)
                 for i, j in T.Parallel(C, rows):
-                    tail.k[i, j] = T.if_then_else(i < valid and j < K, k[row, start + i, key_head, j], zero)
+                    guarded.k[i, j] = T.if_then_else(i < valid and j < K, k[row, start + i, key_head, j], zero)
                 for i, j in T.Parallel(C, block_v):
-                    tail.v[i, j] = T.if_then_else(i < valid, v[row, start + i, head, first_v + j], zero)
-                T.copy(A[slot, head, 0:C, 0:C], tail.A)
-                T.copy(g_sum[slot, head, 0:C], tail.g)
-                enter_chunk(problem, slot, head, first_v, tail, state, states)
-                write_values(problem, slot, head, first_v, tail, values, v_new)
-                update_state(problem, tail, values, state)
+                    guarded.v[i, j] = T.if_then_else(i < valid, v[row, start + i, head, first_v + j], zero)
+                T.copy(A[slot, head, 0:C, 0:C], guarded.A)
+                T.copy(g_sum[slot, head, 0:C], guarded.g)
+                enter_chunk(slot, head, first_v, guarded, state, states)
+                write_values(slot, head, first_v, guarded, values, v_new)
+                update_state(guarded, values, state)
 
             if problem.has_final_state:
                 for i, j in T.Parallel(rows, block_v):
@@ -232,6 +243,6 @@ TEMPLATE = Template(
     roles=roles,
     default_config=default_config,
     build=build,
-    constraints=(block_divides_values, accumulators_fit),
+    constraints=(block_divides_values, accumulators_fit, pipeline_has_bulk_copies),
     pass_configs={"tl.enable_fast_math": True},
 )

@@ -77,7 +77,7 @@ def forward(inputs: CallInputs) -> ForwardResult:
         q, k = _unit_rows(kernels.l2norm, q, k)
     kernels.gate_cumsum(inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, cu_seqlens, g_sum, beta)
     kernels.triangular_solve(k, g_sum, beta, cu_seqlens, A)
-    kernels.state_scan(k, v, A, g_sum, initial_state, cu_seqlens, states, v_new, final_state)
+    kernels.state_scan(k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state)
     kernels.chunk_output(q, k, v_new, states, g_sum, cu_seqlens, o, inputs.scale)
     return ForwardResult(o, final_state, g_sum, A)
 
