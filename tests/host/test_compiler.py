@@ -207,7 +207,7 @@ kernel_cache.get([request(behaviour="sleeps", threads=threads) for threads in (3
 @needs_list_of_children
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)
 def test_compilers_that_hang_end_with_their_caller(tmp_path, sent):
-    environment = {**os.environ, "QLA_JIT_CACHE_DIR": str(tmp_path), "QLA_JIT_JOBS": "2"}
+    environment = {**os.environ, "QLA_JIT_CACHE_DIR": str(tmp_path), "QLA_JIT_JOBS": "2", "TMPDIR": str(tmp_path)}
     caller = subprocess.Popen([sys.executable, "-c", ASK_FOR_WHAT_HANGS], env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(pids := pids_of_compilers(caller.pid)) < 2:
