@@ -82,9 +82,8 @@ def run_stage(H: int, HV: int, arch: str) -> dict[str, Any]:
     started = time.perf_counter()
     importlib.import_module("qla_jit.ops.pipeline")                      # all that a call on a GPU imports
     import_seconds = time.perf_counter() - started
-    from qla_jit.kernel_templates.arch import ARCHES
-
     from qla_jit import kernel_cache
+    from qla_jit.kernel_templates.arch import ARCHES
 
     first_call_seconds = host = None
     if has_gpu:

@@ -12,12 +12,12 @@ import time
 
 import torch
 import torch.nn.functional as F
-from qla_jit.kernel_templates.arch import SM90A, Arch
 
 import qla_jit
 from qla_jit import kernel_cache, reference
 from qla_jit.compiler import CompileRequest, find_nvcc
 from qla_jit.device import gpu_info
+from qla_jit.kernel_templates.arch import SM90A, Arch
 from qla_jit.ops.inputs import check_inputs
 from qla_jit.ops.plan import plan_forward
 

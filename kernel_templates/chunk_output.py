@@ -32,7 +32,7 @@ class Problem:
 @dataclass(frozen=True)
 class Config:
     block_v: int = knob(32, 64, 96, 128, why="columns of O per block: more repeat Q K^T less, fewer fit more blocks on an SM")
-    threads: int = knob(128, 256, why="256 halve the accumulators per thread")
+    threads: int = knob(64, 128, 256, why="256 halve the accumulators per thread; a chunk of 16 has work for 64")
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
@@ -63,9 +63,16 @@ def block_divides_values(problem: Problem, config: Config, arch: Arch) -> Reject
     return None
 
 
+def warps_have_work(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
+    tiles = problem.C * problem.C // 128                 # a warp multiplies 16 x 8 at least
+    if config.threads // 32 > tiles:
+        return Rejection(f"{config.threads // 32} warps share the {tiles} tiles of 16 x 8 of Q K^T")
+    return None
+
+
 def default_config(problem: Problem, arch: Arch) -> Config:
     for block_v in (128, 64, 96, 32):
-        config = Config(block_v=block_v, threads=128)
+        config = Config(block_v=block_v, threads=64 if problem.C == 16 else 128)
         if TEMPLATE.rejection(problem, config, arch) is None:
             break
     return config
@@ -151,6 +158,6 @@ TEMPLATE = Template(
     roles=roles,
     default_config=default_config,
     build=build,
-    constraints=(block_divides_values,),
+    constraints=(block_divides_values, warps_have_work),
     pass_configs={"tl.enable_fast_math": True},
 )

@@ -99,9 +99,9 @@ class Template:
 
     def source_sha256(self) -> str:
         """Hash of the text that decides the generated code: the template's file and the shared macros."""
-        module = Path(inspect.getfile(self.build))
+        shared = Path(__file__).parent
         digest = hashlib.sha256()
-        for path in (module, module.with_name("language.py"), *sorted((module.parent / "macros").glob("*.py"))):
+        for path in (Path(inspect.getfile(self.build)), shared / "language.py", *sorted((shared / "macros").glob("*.py"))):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()
 

@@ -93,7 +93,7 @@ def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection 
 
 def pipeline_has_bulk_copies(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
     if config.stages and not arch.has_bulk_copy:
-        return Rejection(f"stages={config.stages} needs bulk copies, which {arch.name} lacks: there the wait counts are not constants")
+        return Rejection(f"stages={config.stages} needs bulk copies, which {arch.name} lacks: its wait counts are not constants")
     return None
 
 

@@ -59,7 +59,8 @@ def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
 
 
 def threads_of(problem: Problem, config: Config) -> int:
-    return max(128, config.heads * problem.C)     # at least four warps for the matrix product
+    # A warp multiplies 16 x 8 at least, so a chunk of 16 keeps two busy; Hopper's product for 64 wants four.
+    return max(64 if problem.C == 16 else 128, config.heads * problem.C)
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:

@@ -7,6 +7,7 @@ import functools
 import hypothesis
 import pytest
 import torch
+
 from qla_jit.kernel_templates.arch import ARCHES, arch_for_capability
 
 # A hung kernel blocks the interpreter, so a signal would never be handled: a thread must end the process.

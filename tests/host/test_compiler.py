@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import tiny_template
-from qla_jit.kernel_templates.arch import SM90A
 from tiny_template import TEMPLATE, Config, Problem, built, needs_nvcc, request
 
 from qla_jit import compiler
 from qla_jit.compiler import ARTEFACTS, CompileRequest, compile_to
 from qla_jit.errors import CompileError, EnvironmentUnsuitable, InvalidConfigError
+from qla_jit.kernel_templates.arch import SM90A
 
 
 @pytest.fixture

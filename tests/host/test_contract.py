@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from qla_jit.kernel_templates.arch import ARCHES, SM89, SM90A, arch_for_capability
-from qla_jit.kernel_templates.contract import Buffer, Role, Template, knob
 from tiny_template import TEMPLATE, Config, Problem
 
 from qla_jit import kernel_templates
+from qla_jit.kernel_templates.arch import ARCHES, SM89, SM90A, arch_for_capability
+from qla_jit.kernel_templates.contract import Buffer, Role, Template, knob
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from qla_jit.kernel_templates.arch import SM90A
 
 from qla_jit import device
 from qla_jit.errors import UnsupportedError
+from qla_jit.kernel_templates.arch import SM90A
 
 
 @pytest.fixture

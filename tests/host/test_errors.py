@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from qla_jit.kernel_templates.contract import Rejection
 
 from qla_jit import errors
+from qla_jit.kernel_templates.contract import Rejection
 
 CLASSES = {name: cls for name, cls in vars(errors).items() if inspect.isclass(cls) and cls.__module__ == errors.__name__}
 

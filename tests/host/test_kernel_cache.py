@@ -20,13 +20,13 @@ import pydantic
 import pytest
 import tiny_template
 import torch
-from qla_jit.kernel_templates.arch import SM80
 from tiny_template import TEMPLATE, built, needs_nvcc, request
 
 from qla_jit import cache_dir, compiler, kernel_cache, kernel_store
 from qla_jit.compiler import ARTEFACTS
 from qla_jit.errors import CompileError, EnvironmentUnsuitable, InvalidConfigError, KernelNotCachedError
 from qla_jit.kernel_cache import KernelKey, get, key_of, stats
+from qla_jit.kernel_templates.arch import SM80
 
 TESTS = Path(__file__).parent
 

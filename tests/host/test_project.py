@@ -47,7 +47,6 @@ def test_the_settings_table_is_what_the_settings_say_of_themselves():
 
 def test_the_supported_head_dims_and_gpus_are_those_of_the_code():
     from qla_jit.kernel_templates.arch import ARCHES
-
     from qla_jit.ops.plan import KEY_DIMS, VALUE_DIMS
 
     documented = {row[0]: row[1] for row in table(section("Supported"))}

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from qla_jit.compiler import CompileRequest, compile_to, nvcc_version
 from qla_jit.kernel_templates.arch import ARCHES, SM90A
 from qla_jit.kernel_templates.contract import Buffer, Rejection, Role, Template, knob
 from qla_jit.kernel_templates.language import T
-
-from qla_jit.compiler import CompileRequest, compile_to, nvcc_version
 
 
 @dataclass(frozen=True)

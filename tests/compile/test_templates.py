@@ -1,0 +1,153 @@
+"""Every template becomes code for every arch it claims; with nvcc, what ptxas says of the code for Hopper."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from qla_jit import compiler, kernel_cache
+from qla_jit.compiler import CompileRequest
+from qla_jit.kernel_templates import chunk_output, gate_cumsum, l2norm, state_scan, triangular_solve
+from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
+from qla_jit.kernel_templates.contract import Template
+from qla_jit.ops.plan import KEY_DIMS, VALUE_DIMS
+
+TEMPLATE_MODULES = [gate_cumsum, l2norm, triangular_solve, state_scan, chunk_output]
+
+CHUNKS = dict(C=64, dtype="bfloat16", packed=True, index_dtype="int32")
+
+# Bytes of registers that one thread may spill. The solve keeps a column of 64 in registers and trades spills for blocks in
+# flight; in every other kernel a spill would sit in the matrix loop.
+SPILL_BOUND = {"triangular_solve": 256}
+
+
+def gates(**changes: Any) -> gate_cumsum.Problem:
+    plain = dict(gate_in_kernel=False, has_dt_bias=False, beta_sigmoid=False, negative_eigenvalues=False)
+    chunks = {name: value for name, value in CHUNKS.items() if name != "dtype"}
+    return gate_cumsum.Problem(HV=48, gate_dtype="float32", beta_dtype="bfloat16", **chunks | plain | changes)
+
+
+def solve(K: int, **changes: Any) -> triangular_solve.Problem:
+    return triangular_solve.Problem(H=2, HV=6, K=K, **CHUNKS | changes)
+
+
+def scan(K: int, V: int, **changes: Any) -> state_scan.Problem:
+    states = dict(initial_state_dtype="float32", has_final_state=True, state_v_first=False)
+    return state_scan.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | states | changes)
+
+
+def output(K: int, V: int, **changes: Any) -> chunk_output.Problem:
+    return chunk_output.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | changes)
+
+
+# The Qwen3.5 family, OLMo-Hybrid and the default of FLA's layer.
+MODEL_DIMS = [(128, 128), (96, 192), (256, 512)]
+# On Hopper every head dim once: K decides the state's rows, V the blocks.
+HOPPER_DIMS = [(64, 64), (64, 96), (96, 64), (128, 256), (192, 128), (192, 512), (256, 192)]
+PROBLEMS: list[tuple[Template, Any, Arch]] = [
+    (template, problem, arch)
+    for arch in ARCHES.values()
+    for template, problem in [
+        (gate_cumsum.TEMPLATE, gates()),
+        *((l2norm.TEMPLATE, l2norm.Problem(K, "bfloat16")) for K in (96, 128)),
+        *((triangular_solve.TEMPLATE, solve(K)) for K in (96, 128)),
+        *((state_scan.TEMPLATE, scan(K, V)) for K, V in MODEL_DIMS),
+        *((chunk_output.TEMPLATE, output(K, V)) for K, V in MODEL_DIMS),
+    ]
+] + [
+    (gate_cumsum.TEMPLATE, gates(gate_in_kernel=True, has_dt_bias=True, beta_sigmoid=True, negative_eigenvalues=True), SM90A),
+    (triangular_solve.TEMPLATE, solve(128, C=16), SM90A),
+    (triangular_solve.TEMPLATE, solve(128, C=32, dtype="float16", packed=False), SM90A),
+    (state_scan.TEMPLATE, scan(128, 128, C=16), SM90A),
+    (state_scan.TEMPLATE, scan(128, 128, C=32, dtype="float16", packed=False), SM90A),
+    (state_scan.TEMPLATE, scan(128, 128, initial_state_dtype="bfloat16", state_v_first=True, index_dtype="int64"), SM90A),
+    (state_scan.TEMPLATE, scan(128, 128, initial_state_dtype=None, has_final_state=False), SM90A),
+    (chunk_output.TEMPLATE, output(128, 128, C=16), SM90A),
+    (chunk_output.TEMPLATE, output(128, 128, C=32, dtype="float16", packed=False), SM90A),
+]
+
+COMPILED = [
+    (gate_cumsum.TEMPLATE, gates()),
+    (l2norm.TEMPLATE, l2norm.Problem(128, "bfloat16")),
+    (triangular_solve.TEMPLATE, solve(128)),
+    (state_scan.TEMPLATE, scan(128, 128)),
+    (state_scan.TEMPLATE, scan(256, 512)),
+    (chunk_output.TEMPLATE, output(128, 128)),
+    (chunk_output.TEMPLATE, output(256, 512)),
+]
+
+
+def name_of(value: Any) -> str:
+    if isinstance(value, Template | Arch):
+        return value.name
+    fields = vars(value)
+    return "-".join(f"{name}{fields[name]}" for name in ("HV", "K", "V", "C") if name in fields)
+
+
+def lowered(template: Template, problem: Any, arch: Arch) -> str:
+    """The CUDA source of a kernel, made without nvcc."""
+    import tilelang
+    from tilelang import tvm
+
+    config = template.default_config(problem, arch)
+    assert template.rejection(problem, config, arch) is None
+    target = tvm.target.Target(arch.target)
+    with target, tvm.transform.PassContext(opt_level=3, config=dict(template.pass_configs)):
+        return tilelang.lower(template.build(problem, config), target=target).kernel_source
+
+
+@pytest.mark.parametrize(("template", "problem", "arch"), PROBLEMS, ids=name_of)
+def test_template_lowers(template: Template, problem: Any, arch: Arch) -> None:
+    source = lowered(template, problem, arch)
+    assert f"{template.name}_kernel" in source
+
+
+@pytest.mark.parametrize(("K", "V"), HOPPER_DIMS, ids=lambda dim: str(dim))
+def test_head_dims_lower_to_warpgroup_products_on_hopper(K: int, V: int) -> None:
+    for template, problem in ((state_scan.TEMPLATE, scan(K, V)), (chunk_output.TEMPLATE, output(K, V))):
+        assert "wgmma" in lowered(template, problem, SM90A)
+
+
+@pytest.mark.parametrize("arch", ARCHES.values(), ids=name_of)
+@pytest.mark.parametrize("template", TEMPLATE_MODULES, ids=lambda module: module.TEMPLATE.name)
+def test_default_config_is_allowed_for_every_head_dim(template: Any, arch: Arch) -> None:
+    problems = {
+        "gate_cumsum": [gates()],
+        "l2norm": [l2norm.Problem(K, "float16") for K in KEY_DIMS],
+        "triangular_solve": [solve(K, C=C) for K in KEY_DIMS for C in (16, 32, 64)],
+        "state_scan": [scan(K, V) for K, V in itertools.product(KEY_DIMS, VALUE_DIMS)],
+        "chunk_output": [output(K, V) for K, V in itertools.product(KEY_DIMS, VALUE_DIMS)],
+    }[template.TEMPLATE.name]
+    for problem in problems:
+        config = template.TEMPLATE.default_config(problem, arch)
+        assert template.TEMPLATE.rejection(problem, config, arch) is None, f"{problem} {config}"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Template, Any], dict[str, Any]]:
+    """What the builds for Hopper report, by template and problem."""
+    if compiler.find_nvcc() is None:
+        pytest.skip("needs nvcc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        requests = [CompileRequest(t, p, t.default_config(p, SM90A), SM90A) for t, p in COMPILED]
+        kernels = kernel_cache.get(requests)
+        reports = [json.loads((kernel.directory / compiler.BUILD_REPORT).read_text()) for kernel in kernels]
+    return dict(zip(COMPILED, reports, strict=True))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("template", "problem"), COMPILED, ids=name_of)
+def test_ptxas_serialises_no_product_and_spills_little(
+    template: Template, problem: Any, compiled: dict[tuple[Template, Any], dict[str, Any]], record_property: Any
+) -> None:
+    ptxas = compiled[template, problem]["ptxas"]
+    assert ptxas["functions"], "the build reports nothing of ptxas"
+    for name, function in ptxas["functions"].items():
+        record_property(name, function)
+        print(f"{name}: {function['registers']} registers, {function['spill_store_bytes']} B of spill stores")
+        assert function["spill_store_bytes"] <= SPILL_BOUND.get(template.name, 0)
+    assert not [remark for remark in ptxas["remarks"] if "serialized" in remark]
