@@ -13,7 +13,8 @@ import torch
 from workload import Inputs
 
 if TYPE_CHECKING:
-    from qla_jit.ops.plan import ForwardPlan
+    from qla_jit.kernel_templates.arch import Arch
+    from qla_jit.select import Dispatch
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
@@ -51,15 +52,15 @@ def qla_jit_call(x: Inputs) -> Call:
     return call
 
 
-def plan_of(x: Inputs) -> ForwardPlan:
+def dispatch_of(x: Inputs, arch: Arch) -> Dispatch:
     """How qla_jit would compute the call: its strategy and its kernels. Works on the CPU too."""
+    from qla_jit import select
     from qla_jit.ops.inputs import check_inputs
-    from qla_jit.ops.plan import plan_forward
 
-    return plan_forward(check_inputs(
+    return select.choose(check_inputs(
         x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, output_final_state=True,
         cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_seqlens_cpu,
-    ).facts)
+    ).facts, arch)
 
 
 def flash_qla_call(x: Inputs) -> Call:

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 
 import qla_jit
-from qla_jit import kernel_cache, reference
+from qla_jit import kernel_cache, reference, select
 from qla_jit.compiler import CompileRequest, find_nvcc
 from qla_jit.device import gpu_info
 from qla_jit.kernel_templates.arch import SM90A, Arch
 from qla_jit.ops.inputs import check_inputs
-from qla_jit.ops.plan import plan_forward
 
 H, HV, K, V = 8, 24, 128, 128
 GPU_LENGTHS = (5000, 1, 2111, 1080)      # ragged, packed; 8,192 tokens together
@@ -90,7 +89,7 @@ def run(layer: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def kernel_requests(layer: dict[str, torch.Tensor], arch: Arch) -> list[CompileRequest]:
     """The kernels that run() needs on a GPU of this arch."""
-    return plan_forward(check_inputs(**layer, output_final_state=True).facts).requests(arch)
+    return list(select.choose(check_inputs(**layer, output_final_state=True).facts, arch).requests.values())
 
 
 def timed(what: str, call, *, on_gpu: bool = False):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -11,38 +11,33 @@ from .. import kernel_cache, select
 from ..device import gpu_info
 from ..errors import UnsupportedError
 from ..kernel_templates.macros.sequences import slot_count
+from ..reference import L2NORM_EPS
 from .inputs import CallFacts, CallInputs
-from .plan import plan_forward
 from .results import ForwardResult
 
-L2NORM_EPS = 1e-6
 INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The entry points of a plan's kernels, by step; a step that the plan leaves out is None."""
+    """The chosen strategy, and the entry points of its kernels by step."""
 
     strategy: str
-    gate_cumsum: Any
-    triangular_solve: Any
-    state_scan: Any
-    chunk_output: Any
-    l2norm: Any = None
+    launch: dict[str, Callable[..., None]]
 
 
-_ready: dict[tuple[CallFacts, tuple], Kernels] = {}
+_ready: dict[tuple[CallFacts, select.Override], Kernels] = {}
 
 
 def kernels_for(facts: CallFacts) -> Kernels:
     """The kernels of a call, compiled if need be. A dictionary hit from the second call on."""
-    key = (facts, select.overrides_in_force())
+    key = (facts, select.override_in_force())
     kernels = _ready.get(key)
     if kernels is None:
-        plan = plan_forward(facts)
-        loaded = kernel_cache.get(plan.requests(gpu_info(facts.device).arch))
-        entries = {step: kernel.launch for step, kernel in zip(plan.steps, loaded, strict=True)}
-        kernels = _ready[key] = Kernels(plan.strategy, **entries)
+        dispatch = select.choose(facts, gpu_info(facts.device).arch)
+        loaded = kernel_cache.get(list(dispatch.requests.values()))
+        entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
+        kernels = _ready[key] = Kernels(dispatch.strategy, entries)
     return kernels
 
 
@@ -52,34 +47,78 @@ def forward(inputs: CallInputs) -> ForwardResult:
     if facts.device.index != torch.cuda.current_device():
         with torch.cuda.device(facts.device):
             return forward(inputs)
-    B, tokens, N = inputs.B, inputs.T, inputs.N
-    HV, K, V, C, dtype, device = facts.HV, facts.K, facts.V, facts.chunk_size, facts.dtype, facts.device
-    if B * tokens == 0 or N == 0:
-        return _nothing_to_scan(inputs)
+    if inputs.B * inputs.T == 0:
+        return _no_tokens(inputs)
     kernels = kernels_for(facts)
-    slots = slot_count(B, tokens, N, C, facts.varlen)
-    _check_extents(B, tokens, facts.H, HV, slots)
+    return LAUNCHERS[kernels.strategy](kernels.launch, inputs)
 
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
 
-    q, k, v, cu_seqlens = _aligned(inputs.q), _aligned(inputs.k), _aligned(inputs.v), inputs.cu_seqlens
-    g_sum, beta = new(slots, HV, C), new(slots, HV, C)
-    A = new(slots, HV, C, C, dtype=dtype)
-    states, v_new = new(slots, HV, K, V, dtype=dtype), new(slots, HV, C, V, dtype=dtype)
+def _chunked(launch: dict[str, Callable[..., None]], inputs: CallInputs) -> ForwardResult:
+    facts = inputs.facts
+    HV, K, V, C, dtype = facts.HV, facts.K, facts.V, facts.chunk_size, facts.dtype
+    slots = _slots(inputs)
+    cu_seqlens = inputs.cu_seqlens
+    q, k = _prepared_keys(launch, inputs)
+    v = _aligned(inputs.v)
+    g_sum, beta = _prepared_gates(launch, inputs, slots)
+
+    A = torch.empty(slots, HV, C, C, dtype=dtype, device=facts.device)
+    launch["triangular_solve"](k, g_sum, beta, cu_seqlens, A)
+    states = torch.empty(slots, HV, K, V, dtype=dtype, device=facts.device)
+    v_new = torch.empty(slots, HV, C, V, dtype=dtype, device=facts.device)
+    initial_state, final_state = _states(inputs)
+    launch["state_scan"](k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state)
     o = torch.empty_like(v)
-    initial_state = None if inputs.initial_state is None else _aligned(inputs.initial_state)
-    final_state = None
-    if facts.output_final_state:
-        final_state = new(N, HV, V, K) if facts.state_v_first else new(N, HV, K, V)
-
-    if kernels.l2norm is not None:
-        q, k = _unit_rows(kernels.l2norm, q, k)
-    kernels.gate_cumsum(inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, cu_seqlens, g_sum, beta)
-    kernels.triangular_solve(k, g_sum, beta, cu_seqlens, A)
-    kernels.state_scan(k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state)
-    kernels.chunk_output(q, k, v_new, states, g_sum, cu_seqlens, o, inputs.scale)
+    launch["chunk_output"](q, k, v_new, states, g_sum, cu_seqlens, o, inputs.scale)
     return ForwardResult(o, final_state, g_sum, A)
+
+
+LAUNCHERS = {"chunked": _chunked}
+
+
+def _slots(inputs: CallInputs) -> int:
+    """Chunk slots of a call. Kernels count tokens, rows and blocks in 32 bits; only their offsets are 64 bits wide."""
+    facts = inputs.facts
+    slots = slot_count(inputs.B, inputs.T, inputs.N, facts.chunk_size, facts.varlen)
+    if max(inputs.B * inputs.T * facts.H, slots * facts.HV) > INT32_MAX:
+        raise UnsupportedError(
+            f"B * T * H and chunks * HV may be at most {INT32_MAX:,}; got B={inputs.B}, T={inputs.T}, H={facts.H}, "
+            f"{slots:,} chunks, HV={facts.HV}; split the batch into several calls"
+        )
+    return slots
+
+
+def _prepared_keys(launch: dict[str, Callable[..., None]], inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k as the kernels read them: aligned, and with unit rows if asked for."""
+    q, k = _aligned(inputs.q), _aligned(inputs.k)
+    if not inputs.facts.use_qk_l2norm_in_kernel:
+        return q, k
+    q_unit, k_unit = torch.empty_like(q), torch.empty_like(k)
+    rows = (-1, inputs.facts.K)
+    launch["l2norm"](q.view(rows), k.view(rows), L2NORM_EPS, q_unit.view(rows), k_unit.view(rows))
+    return q_unit, k_unit
+
+
+def _prepared_gates(
+    launch: dict[str, Callable[..., None]], inputs: CallInputs, slots: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g_sum and beta, chunk-indexed [slots, HV, C] in float32."""
+    facts = inputs.facts
+    g_sum, beta = torch.empty(2, slots, facts.HV, facts.chunk_size, dtype=torch.float32, device=facts.device).unbind()
+    A_log = None if inputs.A_log is None else inputs.A_log.float()
+    dt_bias = None if inputs.dt_bias is None else inputs.dt_bias.float()
+    launch["gate_cumsum"](inputs.g, inputs.beta, A_log, dt_bias, inputs.cu_seqlens, g_sum, beta)
+    return g_sum, beta
+
+
+def _states(inputs: CallInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The initial state as the kernels read it, and room for the final one."""
+    facts = inputs.facts
+    initial_state = None if inputs.initial_state is None else _aligned(inputs.initial_state)
+    if not facts.output_final_state:
+        return initial_state, None
+    dims = (facts.V, facts.K) if facts.state_v_first else (facts.K, facts.V)
+    return initial_state, torch.empty(inputs.N, facts.HV, *dims, dtype=torch.float32, device=facts.device)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -87,30 +126,9 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _unit_rows(l2norm: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q_unit, k_unit = torch.empty_like(q), torch.empty_like(k)
-    rows = (-1, q.shape[-1])
-    l2norm(q.view(rows), k.view(rows), L2NORM_EPS, q_unit.view(rows), k_unit.view(rows))
-    return q_unit, k_unit
-
-
-def _nothing_to_scan(inputs: CallInputs) -> ForwardResult:
-    """No token, or no sequence: o is zero and the state passes through."""
-    facts = inputs.facts
-    final_state = None
-    if facts.output_final_state and inputs.initial_state is not None:
-        final_state = inputs.initial_state.to(torch.float32, copy=True)
-    elif facts.output_final_state:
-        tail = (facts.V, facts.K) if facts.state_v_first else (facts.K, facts.V)
-        final_state = torch.zeros(inputs.N, facts.HV, *tail, dtype=torch.float32, device=facts.device)
-    return ForwardResult(torch.zeros_like(inputs.v), final_state)
-
-
-def _check_extents(B: int, tokens: int, H: int, HV: int, slots: int) -> None:
-    """Kernels count tokens, rows and blocks in 32 bits; offsets are 64 bits wide."""
-    largest = max(B * tokens * H, slots * HV)
-    if largest > INT32_MAX:
-        raise UnsupportedError(
-            f"B * T * H and chunks * HV may be at most {INT32_MAX:,}; got B={B}, T={tokens}, H={H}, {slots:,} chunks, HV={HV}; "
-            "split the batch into several calls"
-        )
+def _no_tokens(inputs: CallInputs) -> ForwardResult:
+    """o is empty and the state passes through."""
+    initial_state, final_state = _states(inputs)
+    if final_state is not None:
+        final_state = final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
+    return ForwardResult(torch.empty_like(inputs.v), final_state)

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qla_jit
-from qla_jit import kernel_cache
+from qla_jit import kernel_cache, select
 from qla_jit.device import gpu_info
 from qla_jit.errors import QLAError, UnsupportedError
 from qla_jit.ops.inputs import check_inputs
-from qla_jit.ops.plan import plan_forward
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +65,7 @@ def compiled_together() -> None:
     requests = []
     for case in CASES:
         facts = check_inputs(**arguments(case, device="cuda")).facts
-        requests += plan_forward(facts).requests(gpu_info(facts.device).arch)
+        requests += select.choose(facts, gpu_info(facts.device).arch).requests.values()
     with contextlib.suppress(QLAError):
         kernel_cache.get(list(dict.fromkeys(requests)))
 
