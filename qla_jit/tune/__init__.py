@@ -1,0 +1,1 @@
+"""The tuner: see session.py. Nothing here is imported by a call."""
