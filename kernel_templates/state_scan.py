@@ -97,6 +97,12 @@ def pipeline_has_bulk_copies(problem: Problem, config: Config, arch: Arch) -> Re
     return None
 
 
+def stages_are_aligned(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
+    if config.stages > 1 and problem.C * 4 % 128:
+        return Rejection(f"stage 1 of the gates would begin at byte {problem.C * 4}; a bulk copy begins at multiples of 128")
+    return None
+
+
 def default_config(problem: Problem, arch: Arch) -> Config:
     block_v = 32 if problem.V % 64 else 64
     threads = 256 if problem.K > 128 else 128
@@ -104,6 +110,17 @@ def default_config(problem: Problem, arch: Arch) -> Config:
         if TEMPLATE.rejection(problem, config, arch) is None:
             break
     return config
+
+
+@macro
+def load_guarded(problem, row, start, valid, head, key_head, first_v, k, v, tiles):
+    # K and V of a chunk with fewer than C tokens; zero behind its end
+    C, block_v = tiles.v.shape
+    zero = T.cast(0.0, problem.dtype)
+    for i, j in T.Parallel(C, tiles.k.shape[1]):
+        tiles.k[i, j] = T.if_then_else(i < valid and j < problem.K, k[row, start + i, key_head, j], zero)
+    for i, j in T.Parallel(C, block_v):
+        tiles.v[i, j] = T.if_then_else(i < valid, v[row, start + i, head, first_v + j], zero)
 
 
 @macro
@@ -136,6 +153,13 @@ def update_state(tiles, values, state):
     for i, j in T.Parallel(tiles.state.shape[0], block_v):
         state[i, j] = state[i, j] * T.exp2(tiles.g[C - 1] * LOG2E)
     T.gemm(tiles.k, tiles.v_decayed, state, transpose_A=True)
+
+
+@macro
+def scan_chunk(slot, head, first_v, tiles, state, values, states, v_new):
+    enter_chunk(slot, head, first_v, tiles, state, states)
+    write_values(slot, head, first_v, tiles, values, v_new)
+    update_state(tiles, values, state)
 
 
 @dataclass(frozen=True)
@@ -194,33 +218,29 @@ def build(problem: Problem, config: Config):
                         else:
                             state[i, j] = T.cast(initial_state[n, head, i, first_v + j], "float32")
 
-            whole_chunks = length // C if config.stages else 0
             if config.stages:
-                for chunk in T.Pipelined(whole_chunks, num_stages=config.stages):
+                for chunk in T.Pipelined(length // C, num_stages=config.stages):
                     slot = first_slot + chunk
                     start = first + chunk * C
                     T.copy(k[row, start : start + C, key_head, 0:rows], pipelined.k)
                     T.copy(v[row, start : start + C, head, first_v : first_v + block_v], pipelined.v)
                     T.copy(A[slot, head, 0:C, 0:C], pipelined.A)
                     T.copy(g_sum[slot, head, 0:C], pipelined.g)
-                    enter_chunk(slot, head, first_v, pipelined, state, states)
-                    write_values(slot, head, first_v, pipelined, values, v_new)
-                    update_state(pipelined, values, state)
-
-            for chunk in T.serial(whole_chunks, T.ceildiv(length, C)):
-                slot = first_slot + chunk
-                start = first + chunk * C
-                valid = length - chunk * C
-                zero = T.cast(0.0, dtype)
-                for i, j in T.Parallel(C, rows):
-                    guarded.k[i, j] = T.if_then_else(i < valid and j < K, k[row, start + i, key_head, j], zero)
-                for i, j in T.Parallel(C, block_v):
-                    guarded.v[i, j] = T.if_then_else(i < valid, v[row, start + i, head, first_v + j], zero)
-                T.copy(A[slot, head, 0:C, 0:C], guarded.A)
-                T.copy(g_sum[slot, head, 0:C], guarded.g)
-                enter_chunk(slot, head, first_v, guarded, state, states)
-                write_values(slot, head, first_v, guarded, values, v_new)
-                update_state(guarded, values, state)
+                    scan_chunk(slot, head, first_v, pipelined, state, values, states, v_new)
+                # An `if`, not a loop from length // C on: TileLang takes a loop of at most one round for one round.
+                if length % C > 0:
+                    slot = first_slot + length // C
+                    load_guarded(problem, row, first + length // C * C, length % C, head, key_head, first_v, k, v, guarded)
+                    T.copy(A[slot, head, 0:C, 0:C], guarded.A)
+                    T.copy(g_sum[slot, head, 0:C], guarded.g)
+                    scan_chunk(slot, head, first_v, guarded, state, values, states, v_new)
+            else:
+                for chunk in T.serial(T.ceildiv(length, C)):
+                    slot = first_slot + chunk
+                    load_guarded(problem, row, first + chunk * C, length - chunk * C, head, key_head, first_v, k, v, guarded)
+                    T.copy(A[slot, head, 0:C, 0:C], guarded.A)
+                    T.copy(g_sum[slot, head, 0:C], guarded.g)
+                    scan_chunk(slot, head, first_v, guarded, state, values, states, v_new)
 
             if problem.has_final_state:
                 for i, j in T.Parallel(rows, block_v):
@@ -243,6 +263,6 @@ TEMPLATE = Template(
     roles=roles,
     default_config=default_config,
     build=build,
-    constraints=(block_divides_values, accumulators_fit, pipeline_has_bulk_copies),
+    constraints=(block_divides_values, accumulators_fit, pipeline_has_bulk_copies, stages_are_aligned),
     pass_configs={"tl.enable_fast_math": True},
 )
