@@ -138,7 +138,7 @@ class Measurement(Model):
     median_us: Microseconds
     mad_us: Annotated[float, Field(ge=0), AfterValidator(lambda value: round(value, 3))]
     speedup: Ratio | None = None         # over the default; None for the default itself
-    segment: PositiveInt | None = None   # chunks per segment that were in force; None: whole sequences
+    split: PositiveInt | None = None     # chunks per segment that were in force; None: whole sequences
     sm_mhz: tuple[PositiveInt, PositiveInt] | None = None            # lowest and highest clock while it was timed
     dropped: Count = 0                   # samples left out because of throttling or a drift of the clock
     throttled: bool = False
@@ -203,7 +203,7 @@ class SplitRule(Model):
 
     low: Annotated[float, Field(gt=0)]
     high: Annotated[float, Field(gt=0)]
-    regret: Annotated[float, Field(ge=0)]                            # worst time over the best segment's time, less 1
+    regret: Annotated[float, Field(ge=0)]                            # worst time over the best split's time, less 1
 
     @model_validator(mode="after")
     def _is_ordered(self) -> SplitRule:
@@ -211,7 +211,7 @@ class SplitRule(Model):
             raise ValueError(f"expected low <= high; got {self.low}, {self.high}")
         return self
 
-    def segment(self, *, HV: int, extents: Extents, sm_count: int) -> int | None:
+    def split(self, *, HV: int, extents: Extents, sm_count: int) -> int | None:
         """Chunks per segment; None: whole sequences."""
         constant = math.sqrt(self.low * self.high)
         chunks = 2 ** max(round(math.log2(constant * math.sqrt(HV * extents.chunks / sm_count))), 0)
@@ -222,7 +222,7 @@ class Entry(Model):
     """A candidate of the short list, with its times at the record's points, in their order; None: not timed there."""
 
     candidate: Candidate
-    split: SplitRule | None = None       # None: sequences stay whole
+    split_rule: SplitRule | None = None  # None: sequences stay whole
     verdict: Verdict | None = None
     curve: tuple[Measurement | None, ...]
 
@@ -241,7 +241,7 @@ class Negative(Model):
     """A candidate that must not be tried again with the same software."""
 
     candidate: Candidate
-    segment: PositiveInt | None = None
+    split: PositiveInt | None = None
     reason: Reason
     detail: str = Field(max_length=2_000)
     versions: Versions
