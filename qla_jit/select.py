@@ -1,18 +1,66 @@
-"""Choose how a call is computed: the strategy, and a Config for each of its kernels."""
+"""Choose how a call is computed: the strategy, a Config for each of its kernels, and the split of its sequences.
+
+The first that answers: an override in force, the user's tuned records, those of QLA_JIT_DB_PATH, those that ship, the
+template defaults. A record answers for its own kind of GPU and problem, and only between the sizes that were measured;
+what it names is checked against the templates as they are today.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import EllipsisType
+from typing import Any, Literal
 
+from . import record_store
 from .compiler import CompileRequest
 from .errors import InvalidConfigError
+from .interpolation import delaunay_weights
 from .kernel_templates.arch import Arch
 from .kernel_templates.contract import Rejection
 from .ops.inputs import CallFacts
-from .ops.plan import strategies_for
+from .ops.plan import Extents, Step, Strategy, strategies_for
+from .record_store import Stored
+from .tuning_records import FORWARD, Candidate, Entry, Hardware, Identity, Problem, Record, Rigor, Versions
+
+# measured: at a point of the record. interpolated: between points. typical: no sizes were given, so the best on the whole.
+Match = Literal["measured", "interpolated", "typical", "none"]
+
+TIE = math.log(1.01)                     # entries that are closer than this take the record's order, which is the same everywhere
+BUCKETS_PER_OCTAVE = 4
+EDGE = 3 / (2 * BUCKETS_PER_OCTAVE)      # octaves by which bucket() can move a point that is inside, three coordinates together
+
+logger = logging.getLogger("qla_jit")
+
+
+@dataclass(frozen=True)
+class Way:
+    """An entry of a record, as it would serve a call."""
+
+    entry: Entry
+    speedup: float                       # expected, over the default
+    speedup_low: float                   # with the lower ends of the 95 % intervals
+    regret: float                        # expected time over that of the best entry at each point, less 1
+    rejection: Rejection | None          # why it cannot be used
+
+
+@dataclass(frozen=True)
+class Considered:
+    """What a record says of a call."""
+
+    stored: Stored
+    match: Match                         # "none": the sizes are outside of what was measured, and it says nothing
+    ways: tuple[Way, ...] = ()           # the default first, as in the record
+    chosen: Way | None = None
+
+    @property
+    def says_default(self) -> bool:
+        return self.chosen is not None and self.chosen is self.ways[0]
 
 
 @dataclass(frozen=True)
@@ -21,56 +69,133 @@ class Dispatch:
 
     strategy: str
     requests: Mapping[str, CompileRequest]       # the kernels by step, in launch order
+    split: int | None = None                     # chunks per segment; None: whole sequences
+    source: Literal["override", "user", "directory", "shipped", "default"] = "default"
+    considered: Considered | None = None         # the record that decided, also where it says that the default is best
+
+    @property
+    def match(self) -> Match:
+        return "none" if self.considered is None else self.considered.match
+
+    @property
+    def rigor(self) -> Rigor:
+        return Rigor.HEURISTIC if self.considered is None else self.considered.stored.record.rigor
+
+    @property
+    def expected_regret(self) -> float | None:
+        """By how much the best entry of the record may be faster; None without a record."""
+        return None if self.considered is None or self.considered.chosen is None else self.considered.chosen.regret
+
+    @functools.cached_property
+    def stale(self) -> tuple[str, ...]:
+        """In what the software has changed since the record: reasons to tune again, not to distrust it."""
+        if self.considered is None:
+            return ()
+        templates = {request.template.name: request.template.source_sha256() for request in self.requests.values()}
+        return self.considered.stored.record.provenance.differences(Versions.here(), templates)
 
 
 @dataclass(frozen=True)
 class Override:
-    """What is to be used instead of the choice: a strategy, and configs by step; what is left out is chosen."""
+    """What is to be used instead of the choice: a strategy, configs by step, a split; what is left out is chosen."""
 
     strategy: str | None = None
     configs: tuple[tuple[str, Any], ...] = ()
+    split: int | EllipsisType | None = ...       # None is a split: whole sequences
+
+    @property
+    def is_empty(self) -> bool:
+        return self == Override()
 
 
 _override = Override()
 
 
-def choose(facts: CallFacts, arch: Arch) -> Dispatch:
-    """The strategy in force, or the preferred one; each config in force, or the template's default.
+def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, extents: Extents | None = None) -> Dispatch:
+    """How to compute a call.
+
+    Args:
+        hardware: the GPU that will run it; None, where kernels are built ahead for any GPU of the arch, takes the defaults.
+        extents: the sizes of the batch; None takes what is best on the whole. For a cache, see bucket().
 
     Raises:
         UnsupportedError: no strategy serves the call.
         InvalidConfigError: a config in force cannot serve the call; carries the template's reason.
     """
     usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
-    if _override.strategy is None:
-        strategy = list(usable.values())[-1]
-    elif _override.strategy in usable:
-        strategy = usable[_override.strategy]
+    answer = None
+    if hardware is not None and _override.strategy is None:
+        answer = next((found for found in consider(facts, arch, hardware, extents) if found.chosen is not None), None)
+        if answer is None:
+            _tell_untuned(facts, extents, hardware)
+    if answer is None or answer.says_default:
+        strategy, configs, split_rule = _preferred(usable, arch), {}, None
     else:
-        rejection = Rejection(f"strategy {_override.strategy} does not serve this call on {arch.name}; {', '.join(usable)} would")
-        raise InvalidConfigError(str(rejection), rejection=rejection)
-    configs = dict(_override.configs)
+        assert answer.chosen is not None, "consider() was asked for one that chose"
+        entry = answer.chosen.entry
+        strategy, configs, split_rule = usable[entry.candidate.strategy], entry.candidate.configs, entry.split_rule
+
+    in_force = dict(_override.configs)
     requests = {}
     for name, step in strategy.steps(facts).items():
-        config = configs.get(name)
-        if config is None:
+        if name in in_force:
+            config = in_force[name]
+        elif name in configs:
+            config = step.template.config(**configs[name])
+        else:
             config = step.template.default_config(step.problem, arch)
-        rejection = step.template.rejection(step.problem, config, arch)
-        if rejection is not None:
-            raise InvalidConfigError(f"{name} cannot use {config} for {step.problem}: {rejection}", rejection=rejection)
-        requests[name] = CompileRequest(step.template, step.problem, config, arch)
-    return Dispatch(strategy.name, requests)
+        requests[name] = _checked(name, step, config, arch)
+
+    split = None
+    if not isinstance(_override.split, EllipsisType):
+        split = _override.split
+    elif hardware is not None and extents is not None and facts.auto_cp:
+        worth_trying = strategy.splits(facts, extents, hardware.sm_count)
+        split = worth_trying[0]
+        if answer is not None and not answer.says_default:
+            ruled = None if split_rule is None else split_rule.split(HV=facts.HV, extents=extents, sm_count=hardware.sm_count)
+            split = ruled if ruled in worth_trying else split
+    source = "override" if not _override.is_empty else "default" if answer is None else answer.stored.layer
+    return Dispatch(strategy.name, requests, split, source, answer)
+
+
+def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None) -> Iterator[Considered]:
+    """What each record for this GPU and problem says of a call, in the order in which they are asked."""
+    usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
+    identity = Identity(op=FORWARD, hardware=hardware, problem=Problem.of(facts))
+    for stored in record_store.find(identity):
+        yield _consider(stored, facts, usable, arch, extents)
+
+
+def bucket(extents: Extents) -> Extents:
+    """Extents that stand for all similar ones, so that a choice can be looked up instead of made: four to an octave."""
+    return Extents(*(_rounded(value) for value in (extents.chunks, extents.longest, extents.sequences)))
+
+
+def tune_command(facts: CallFacts, extents: Extents | None = None) -> str:
+    """The command that tunes a kind of call."""
+    words = [f"qla-tune tune --heads {facts.H}:{facts.HV} --dims {facts.K}:{facts.V}"]
+    if (dtype := str(facts.dtype).removeprefix("torch.")) != "bfloat16":
+        words.append(f"--dtype {dtype}")
+    if facts.chunk_size != 64:
+        words.append(f"--chunk-size {facts.chunk_size}")
+    if facts.varlen:
+        words.append("--packed")
+    if extents is not None:
+        words.append(f"--lengths {facts.chunk_size * _rounded(extents.longest)}")
+    return " ".join(words)
 
 
 @contextlib.contextmanager
-def override(strategy: str | None = None, **configs: Any) -> Iterator[None]:
-    """Use this strategy, and these configs by step, for every call in the block: `with override(state_scan=Config(...))`.
+def override(strategy: str | None = None, *, split: int | EllipsisType | None = ..., **configs: Any) -> Iterator[None]:
+    """Use this strategy, this split (None: whole sequences), and these configs by step, for every call in the block:
+    `with override(state_scan=Config(...))`.
 
     Process-wide, for experiments and for the tuner's worker; not for a process that serves several threads.
     """
     global _override
     saved = _override
-    _override = Override(strategy, tuple(sorted(configs.items(), key=lambda item: item[0])))
+    _override = Override(strategy, tuple(sorted(configs.items(), key=lambda item: item[0])), split)
     try:
         yield
     finally:
@@ -80,3 +205,125 @@ def override(strategy: str | None = None, **configs: Any) -> Iterator[None]:
 def override_in_force() -> Override:
     """Hashable, for those who cache what was chosen."""
     return _override
+
+
+def _preferred(usable: Mapping[str, Strategy], arch: Arch) -> Strategy:
+    if _override.strategy is None:
+        return list(usable.values())[-1]
+    if _override.strategy in usable:
+        return usable[_override.strategy]
+    rejection = Rejection(f"strategy {_override.strategy} does not serve this call on {arch.name}; {', '.join(usable)} would")
+    raise InvalidConfigError(str(rejection), rejection=rejection)
+
+
+def _checked(name: str, step: Step, config: Any, arch: Arch) -> CompileRequest:
+    rejection = step.template.rejection(step.problem, config, arch)
+    if rejection is not None:
+        raise InvalidConfigError(f"{name} cannot use {config} for {step.problem}: {rejection}", rejection=rejection)
+    return CompileRequest(step.template, step.problem, config, arch)
+
+
+# What a record says
+
+
+def _consider(
+    stored: Stored, facts: CallFacts, usable: Mapping[str, Strategy], arch: Arch, extents: Extents | None
+) -> Considered:
+    record = stored.record
+    weights = _weights_of_points(record, extents)
+    if weights is None:
+        return Considered(stored, "none")
+    match: Match = "interpolated"
+    if extents is None:
+        match = "typical"
+    elif any(record.points[point].extents == extents for point in weights):
+        match = "measured"
+    best = {point: max(map(math.log, _speedups(record, point))) for point in weights}
+    ways = tuple(_way(entry, weights, best, _entry_rejection(entry, facts, usable, arch)) for entry in record.entries)
+    faster = [way for way in ways[1:] if way.rejection is None and way.speedup_low > 1]
+    limit = max((math.log(way.speedup) for way in faster), default=0.0) - TIE
+    chosen = next((way for way in faster if math.log(way.speedup) >= limit), ways[0])
+    return Considered(stored, match, ways, chosen)
+
+
+def _weights_of_points(record: Record, extents: Extents | None) -> dict[int, float] | None:
+    """How much each point of the record counts for a call of these sizes; None: it is outside of them.
+
+    Points that differ in their gates alone count alike: which gates will come is not known.
+    """
+    places: dict[Extents, list[int]] = {}
+    for number, point in enumerate(record.points):
+        places.setdefault(point.extents, []).append(number)
+    if extents is None:
+        of_places: dict[int, float] | None = {number: 1 / len(places) for number in range(len(places))}
+    else:
+        of_places = delaunay_weights([_octaves(place) for place in places], _octaves(extents), tolerance=EDGE)
+    if of_places is None:
+        return None
+    numbers = list(places.values())
+    return {point: weight / len(numbers[place]) for place, weight in of_places.items() for point in numbers[place]}
+
+
+def _octaves(extents: Extents) -> tuple[float, float, float]:
+    return math.log2(extents.chunks), math.log2(extents.longest), math.log2(extents.sequences)
+
+
+def _speedups(record: Record, point: int) -> list[float]:
+    """Of all entries that were timed at the point, the default's 1 first."""
+    return [1.0] + [timed.speedup.value for entry in record.entries if (timed := entry.curve[point]) and timed.speedup]
+
+
+def _way(entry: Entry, weights: Mapping[int, float], best: Mapping[int, float], rejection: Rejection | None) -> Way:
+    value = low = regret = 0.0           # logarithms: a time between two points is on the line between theirs in a log-log plot
+    for point, weight in weights.items():
+        timed = entry.curve[point]
+        if timed is None:
+            return Way(entry, 0.0, 0.0, math.inf, rejection or Rejection("was not timed at the sizes around this call"))
+        log_value = log_low = 0.0        # the default, over itself
+        if timed.speedup is not None:
+            log_value, log_low = math.log(timed.speedup.value), math.log(timed.speedup.low)
+        value += weight * log_value
+        low += weight * log_low
+        regret += weight * (best[point] - log_value)
+    return Way(entry, math.exp(value), math.exp(low), math.exp(regret) - 1, rejection)
+
+
+def _entry_rejection(entry: Entry, facts: CallFacts, usable: Mapping[str, Strategy], arch: Arch) -> Rejection | None:
+    """Why an entry cannot serve a call with the templates as they are today, or None."""
+    candidate: Candidate = entry.candidate
+    if candidate.strategy not in usable:
+        return Rejection(f"strategy {candidate.strategy} does not serve this call; {', '.join(usable)} would")
+    if entry.split_rule is not None and not facts.auto_cp:
+        return Rejection("it splits sequences, and the call has auto_cp=False")
+    for name, step in usable[candidate.strategy].steps(facts).items():
+        knobs = candidate.configs.get(name)
+        if knobs is None:
+            continue
+        fields = dataclasses.fields(step.template.config)
+        types = {field.name: {type(value) for value in field.metadata["values"]} for field in fields}
+        if knobs.keys() != types.keys() or any(type(value) not in types[knob] for knob, value in knobs.items()):
+            return Rejection(f"{name} has other knobs today: {', '.join(types)}")
+        rejection = step.template.rejection(step.problem, step.template.config(**knobs), arch)
+        if rejection is not None:
+            return Rejection(f"{name}: {rejection}")
+    return None
+
+
+def _rounded(value: int) -> int:
+    if value <= 2 * BUCKETS_PER_OCTAVE:
+        return value                     # steps of an eighth and more are kept
+    return round(2 ** (round(BUCKETS_PER_OCTAVE * math.log2(value)) / BUCKETS_PER_OCTAVE))
+
+
+# Once a process and operation, and no warning: the defaults are verified, and a library that works is silent.
+_told: set[str] = set()
+
+
+def _tell_untuned(facts: CallFacts, extents: Extents | None, hardware: Hardware) -> None:
+    if FORWARD not in _told:
+        _told.add(FORWARD)
+        logger.info(
+            "%s runs with default configs: nothing was tuned for H=%d, HV=%d, K=%d, V=%d at this size on %s with %d SMs. "
+            "To tune it: %s",
+            FORWARD, facts.H, facts.HV, facts.K, facts.V, hardware.arch, hardware.sm_count, tune_command(facts, extents),
+        )

@@ -12,6 +12,7 @@ A file holds the records of one operation on one arch, sorted, one a line. Nothi
 from __future__ import annotations
 
 import enum
+import importlib.metadata
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
+from .compiler import nvcc_version, tilelang_version
 from .device import GpuInfo
 from .errors import RecordError
 from .ops.inputs import CallFacts
@@ -219,7 +221,10 @@ class SplitRule(Model):
 
 
 class Entry(Model):
-    """A candidate of the short list, with its times at the record's points, in their order; None: not timed there."""
+    """A candidate of the short list, with its times at the record's points, in their order; None: not timed there.
+
+    The times are those with the split that the rule gives; the default's, entry 0, with the split that it takes by itself.
+    """
 
     candidate: Candidate
     split_rule: SplitRule | None = None  # None: sequences stay whole
@@ -235,6 +240,24 @@ class Versions(Model):
     cuda: str | None = None              # nvcc
     torch: str | None = None
     driver: str | None = None
+
+    @classmethod
+    def here(cls) -> Versions:
+        """Of this process and machine. No GPU is asked."""
+        return cls(
+            qla_jit=importlib.metadata.version("qla_jit"),
+            tilelang=tilelang_version(),
+            cuda=nvcc_version(),
+            torch=importlib.metadata.version("torch"),
+            driver=_driver_version(),
+        )
+
+
+def _driver_version() -> str | None:
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return None
 
 
 class Negative(Model):
