@@ -1,0 +1,222 @@
+"""Is a candidate correct, repeatable, and does it keep to its memory? Asked before it is timed: speed never excuses a "no".
+
+    right        each output's error against the recurrence in float64 is at most 1.25 times the error of the reference
+                 template on the same input, as a root mean square and as a maximum
+    repeatable   eight launches are equal bit by bit, with other work between and beside them
+    contained    every allocation is filled with NaN and has guard bytes around it, anew for each launch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .. import reference
+from ..ops.inputs import CallFacts, CallInputs
+from ..ops.results import ForwardResult
+from ..tuning_records import OutputError, Verdict
+from .inputs import checked, make_call
+from .worker import Failure
+
+Run = Callable[[CallInputs], ForwardResult]
+
+ORACLE = "recurrence in float64, chunk by chunk"
+ERROR_RATIO = 1.25
+REPEATS = 8
+# An error below what rounding to the inputs' dtype alone may cost is no error, however exact the reference template happens
+# to be on an input: eps / 2 at the largest element, eps / 8 as a root mean square (0.1 % in bf16).
+MAX_FLOOR, RMS_FLOOR = 1 / 2, 1 / 8
+REFERENCE_RMS_LIMIT = 1e-2               # a reference template that is farther off than this cannot judge others
+
+GUARD_BYTES = 4096                       # a multiple of every alignment that a kernel asks for
+GUARD, NAN = 0xA5, 0xFF                  # the bytes: all ones are NaN in every float dtype
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input that candidates are checked on."""
+
+    name: str
+    lengths: tuple[int, ...]
+    gates: str
+    tail: int = 0                        # tokens of NaN behind the last packed sequence
+
+
+def cases(facts: CallFacts, split: int | None, *, full: bool) -> list[Case]:
+    """The inputs for a call; one for a first look, all of them before a record is written.
+
+    Lengths lie around multiples of the chunk, where masks go wrong; some are 0 and 1; one is long enough for three segments,
+    the last of them ragged. One case has over a thousand blocks, more than run at a time.
+    """
+    C = facts.chunk_size
+    long = (2 * split + split // 2) * C + 37 if split is not None else 5 * C + 37
+    many = -(-1024 // facts.HV)
+    if facts.varlen:
+        ragged, tail = (0, 1, C - 1, 0, C, C + 1, 3 * C + 5, long, 1), 37
+    else:
+        ragged, tail = (long, long), 0
+    found = [Case("ragged-mixed", ragged, "mixed", tail)]
+    if full:
+        found += [Case(f"ragged-{gates}", ragged, gates, tail) for gates in ("open", "closed", "qwen")]
+        found.append(Case("single-token", (1,), "mixed"))
+        found.append(Case("many-blocks", (C + 6,) * many, "mixed"))
+    return found
+
+
+@dataclass
+class _Judged:
+    """One case with what a candidate's outputs are compared with."""
+
+    inputs: CallInputs
+    expected: dict[str, torch.Tensor]                        # float64
+    reference_errors: dict[str, tuple[float, float]]         # of the reference template: (rms, max)
+
+
+@dataclass
+class Judge:
+    """Checks candidates of one call. Oracle and reference results are computed once for each case."""
+
+    facts: CallFacts
+    run_reference: Run
+    _judged: dict[Case, _Judged] = field(default_factory=dict)
+
+    def verdict(self, run: Run, of: Sequence[Case]) -> Verdict | Failure:
+        """What a candidate passed, or the first thing that it failed at."""
+        worst: dict[str, OutputError] = {}
+        for case in of:
+            judged = self._judge(case)
+            if isinstance(judged, Failure):
+                return judged
+            first: dict[str, torch.Tensor] = {}
+            for repeat in range(REPEATS):
+                with GuardedMemory() as memory:
+                    outputs = _outputs(run(judged.inputs))
+                _other_work(self.facts.device, beside=repeat % 2 == 1)
+                damage = memory.damage()
+                if damage is not None:
+                    return Failure("wrong", f"{case.name}: {damage}")
+                if not first:
+                    first = outputs
+                    failure = self._compare(case, judged, outputs, worst)
+                    if failure is not None:
+                        return failure
+                for name, output in outputs.items():
+                    if not torch.equal(output.view(torch.uint8), first[name].view(torch.uint8)):
+                        return Failure("racy", f"{case.name}: launch {repeat + 1} of {REPEATS} gives another {name}")
+        return Verdict(
+            oracle=ORACLE, errors=worst, repeats=REPEATS, guards_intact=True, cases=tuple(case.name for case in of)
+        )
+
+    def _judge(self, case: Case) -> _Judged | Failure:
+        judged = self._judged.get(case)
+        if judged is not None:
+            return judged
+        call = make_call(self.facts, case.lengths, case.gates, tail=case.tail)
+        expected = dict(zip(("o", "final_state"), _oracle(call), strict=True))
+        if not self.facts.output_final_state:
+            del expected["final_state"]
+        if case.tail:
+            for name in ("q", "k", "v"):
+                call[name][:, -case.tail :] = float("nan")
+        inputs = checked(self.facts, call)
+        errors = {name: _errors(output, expected[name]) for name, output in _outputs(self.run_reference(inputs)).items()}
+        for name, (rms, _) in errors.items():
+            if not rms <= REFERENCE_RMS_LIMIT:
+                return Failure("wrong", f"{case.name}: the reference template's own {name} has the error {rms:.1e}")
+        judged = self._judged[case] = _Judged(inputs, expected, errors)
+        return judged
+
+    def _compare(
+        self, case: Case, judged: _Judged, outputs: dict[str, torch.Tensor], worst: dict[str, OutputError]
+    ) -> Failure | None:
+        eps = torch.finfo(self.facts.dtype).eps
+        for name, output in outputs.items():
+            ratios = []
+            errors = _errors(output, judged.expected[name])
+            floors = (RMS_FLOOR * eps, MAX_FLOOR * eps)
+            for kind, error, theirs, floor in zip(("rms", "max"), errors, judged.reference_errors[name], floors, strict=True):
+                limit = max(ERROR_RATIO * theirs, floor)
+                if not error <= limit:                       # NaN is not at most anything
+                    return Failure(
+                        "wrong", f"{case.name}: {kind} error of {name} is {error:.1e}; {limit:.1e} is allowed, "
+                        f"{ERROR_RATIO} times that of the reference template"
+                    )
+                ratios.append(error / max(theirs, floor))
+            before = worst.get(name, OutputError(rms=0, max=0, over_reference=0))
+            worst[name] = OutputError(
+                rms=max(before.rms, errors[0]), max=max(before.max, errors[1]),
+                over_reference=max(before.over_reference, *ratios),
+            )
+        return None
+
+
+class GuardedMemory(TorchFunctionMode):
+    """Within the block, what PyTorch is asked to leave uninitialised is filled with NaN and stands between guard bytes."""
+
+    ALLOCATORS = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._allocations: list[torch.Tensor] = []           # as bytes, guards included
+        self._sizes: list[int] = []                          # without them
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in self.ALLOCATORS:
+            return function(*args, **kwargs)
+        described = function(*args, **kwargs | {"device": "meta"})
+        device = kwargs.get("device") or (args[0].device if isinstance(args[0], torch.Tensor) else torch.get_default_device())
+        if described.numel() == 0:
+            return function(*args, **kwargs)
+        size = described.numel() * described.itemsize
+        padded = -(-size // GUARD_BYTES) * GUARD_BYTES       # whole guards, so that the next view stays aligned
+        allocation = torch.full((GUARD_BYTES + padded + GUARD_BYTES,), GUARD, dtype=torch.uint8, device=device)
+        inside = allocation[GUARD_BYTES : GUARD_BYTES + size]
+        inside.fill_(NAN)
+        self._allocations.append(allocation)
+        self._sizes.append(size)
+        return inside.view(described.dtype).view(described.shape)
+
+    def damage(self) -> str | None:
+        """Which guard bytes were written, or None; waits for the GPU."""
+        for number, (allocation, size) in enumerate(zip(self._allocations, self._sizes, strict=True), start=1):
+            for where, guard in (("before", allocation[:GUARD_BYTES]), ("behind", allocation[GUARD_BYTES + size :])):
+                written = int((guard != GUARD).sum())
+                if written:
+                    return f"{written} bytes {where} allocation {number} of {len(self._allocations)} were written"
+        return None
+
+
+def _outputs(result: ForwardResult) -> dict[str, torch.Tensor]:
+    named = {"o": result.o, "final_state": result.final_state}
+    return {name: output for name, output in named.items() if output is not None}
+
+
+def _oracle(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    unused = ("output_final_state", "cu_seqlens_cpu", "auto_cp")
+    return reference.gated_delta_rule(**{name: x for name, x in call.items() if name not in unused}, dtype=torch.float64)
+
+
+def _errors(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """Root mean square and maximum of the error, relative to those of what is expected."""
+    difference = actual.double() - expected
+    rms, largest = expected.norm().item(), expected.abs().max().item()
+    return difference.norm().item() / (rms or 1.0), difference.abs().max().item() / (largest or 1.0)
+
+
+def _other_work(device: torch.device, *, beside: bool) -> None:
+    """Something that moves the next launch in time, or runs beside it and takes some of the GPU."""
+    if device.type != "cuda":
+        return
+    x = torch.ones(2048, 2048, device=device, dtype=torch.bfloat16)
+    stream = torch.cuda.Stream(device) if beside else torch.cuda.current_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(8):
+            y = x @ x
+    x.record_stream(stream)
+    y.record_stream(stream)
