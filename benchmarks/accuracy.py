@@ -40,8 +40,8 @@ def main() -> None:
     for case in CASES:
         call = arguments(case, device="cuda")
         expected_o, expected_state = oracle(call)
-        inputs = Inputs(case.lengths, **{name: call[name] for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")},
-                        cu_seqlens_cpu=call["cu_seqlens"].cpu())  # fmt: skip
+        tensors = {name: call[name] for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")}
+        inputs = Inputs(case.lengths, **tensors, cu_seqlens_cpu=call["cu_seqlens"].cpu())
         errors = {}
         for system in systems:
             o, final_state = system.prepare(inputs)()
