@@ -19,10 +19,14 @@ from qla_jit.ops.inputs import check_inputs
 
 pytestmark = pytest.mark.gpu
 
-# FlashQLA's relative L2 error is about 4.0e-3 (o) and 3.7e-3 (state) on the peers' inputs; ours may be 1.25 times that.
-O_BOUND, STATE_BOUND = 5.0e-3, 4.6e-3
-# Nearly collinear keys make the inverse's entries as large as beta; simulated rounding of FlashQLA gives 5.4e-3 and 6.6e-3.
-COLLINEAR_BOUND = 8.0e-3
+# 1.25 times FlashQLA's relative L2 error of o and of the state on the same input (benchmarks/results/h200/accuracy.json).
+# beta = 2 reflects the state instead of shrinking it, and nearly collinear keys make the entries of the inverse as large as
+# beta: there errors add up, for every library.
+BOUNDS = (5.0e-3, 4.5e-3)
+BOUNDS_BETA2 = (12.3e-3, 13.3e-3)
+BOUNDS_COLLINEAR = (11.8e-3, 9.2e-3)
+
+CHUNK_SIZES = (16, 32, 64)
 
 QWEN = Case(H=2, HV=8, K=128, V=128, lengths=(200, 64, 1, 0, 447), dtype=torch.bfloat16)
 
@@ -63,15 +67,19 @@ CASES = [
 def compiled_together() -> None:
     """Build the kernels of all cases in one parallel batch; one that fails is reported by the test that needs it."""
     requests = []
-    for case in CASES:
-        facts = check_inputs(**arguments(case, device="cuda")).facts
+    calls = [arguments(case, device="cuda") for case in CASES]
+    calls += [calls[0] | {"chunk_size": C} for C in CHUNK_SIZES] + [calls[0] | {"cu_seqlens": calls[0]["cu_seqlens"].long()}]
+    for call in calls:
+        facts = check_inputs(**call).facts
         requests += select.choose(facts, gpu_info(facts.device).arch).requests.values()
     with contextlib.suppress(QLAError):
         kernel_cache.get(list(dict.fromkeys(requests)))
 
 
 def bounds_of(case: Case) -> tuple[float, float]:
-    return (COLLINEAR_BOUND, COLLINEAR_BOUND) if case.keys == "collinear" else (O_BOUND, STATE_BOUND)
+    if case.betas == "beta2":
+        return BOUNDS_BETA2
+    return BOUNDS_COLLINEAR if case.keys == "collinear" else BOUNDS
 
 
 def fill_free_memory_with_nan() -> None:
@@ -92,20 +100,20 @@ def test_forward_matches_the_float64_recurrence(case: Case) -> None:
     assert relative_l2(final_state, expected_state) <= state_bound
 
 
-@pytest.mark.parametrize("chunk_size", [16, 32, 64], ids=lambda C: f"C{C}")
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES, ids=lambda C: f"C{C}")
 def test_chunk_size_changes_rounding_only(chunk_size: int) -> None:
     call = arguments(QWEN, device="cuda")
     o, final_state = qla_jit.chunk_gated_delta_rule(**call, chunk_size=chunk_size)
     expected_o, expected_state = oracle(call)
-    assert relative_l2(o, expected_o) <= O_BOUND
-    assert relative_l2(final_state, expected_state) <= STATE_BOUND
+    assert relative_l2(o, expected_o) <= BOUNDS[0]
+    assert relative_l2(final_state, expected_state) <= BOUNDS[1]
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, None], ids=lambda scale: f"scale{scale}")
 def test_scale_is_taken_as_given(scale: float | None) -> None:
     call = arguments(replace(QWEN, lengths=(130,)), device="cuda")
     o, _ = qla_jit.chunk_gated_delta_rule(**call, scale=scale)
-    assert relative_l2(o, oracle(call | {"scale": scale})[0]) <= O_BOUND
+    assert relative_l2(o, oracle(call | {"scale": scale})[0]) <= BOUNDS[0]
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
@@ -169,8 +177,8 @@ def test_ragged_lengths_match_the_recurrence(lengths: list[int]) -> None:
     expected_o, expected_state = oracle(call, by_chunk=True)
     assert o.shape == expected_o.shape
     # Few tokens have few roundings to average over: the bound holds for the norm of many, 1.5 times it for these.
-    assert relative_l2(o, expected_o) <= 1.5 * O_BOUND
-    assert relative_l2(final_state, expected_state) <= 1.5 * STATE_BOUND
+    assert relative_l2(o, expected_o) <= 1.5 * BOUNDS[0]
+    assert relative_l2(final_state, expected_state) <= 1.5 * BOUNDS[1]
 
 
 def test_no_extent_compiles_again() -> None:
