@@ -1,0 +1,316 @@
+"""Does a call get what a record says, only where the record holds, and otherwise the default?"""
+
+import dataclasses
+import logging
+import os
+import tempfile
+
+import pytest
+import records
+import torch
+from records import ARCH, DEFAULT, H200, NARROW, WIDE, entry, facts, one_sequence
+
+from qla_jit import record_store, select, tuning_db
+from qla_jit.errors import InvalidConfigError
+from qla_jit.kernel_templates import state_scan
+from qla_jit.ops import plan
+from qla_jit.ops.plan import Extents
+from qla_jit.record_store import save_user_records
+from qla_jit.tuning_records import Hardware, Rigor, SplitRule, Versions, save_directory
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path, monkeypatch):
+    """No records anywhere but under tmp_path, and nothing told yet."""
+    monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("QLA_JIT_DB_PATH", str(tmp_path / "directory"))
+    monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "directory").mkdir()
+    record_store._warn_once.cache_clear()
+    select._told.clear()
+    yield tmp_path
+    record_store._open.cache_clear()
+
+
+def sequence(chunks):
+    return Extents(chunks=chunks, longest=chunks, sequences=1)
+
+
+def choose(extents=None, hardware=H200, **changes):
+    return select.choose(facts(**changes), ARCH, hardware=hardware, extents=extents)
+
+
+def scan(dispatch):
+    return dataclasses.asdict(dispatch.requests["state_scan"].config)
+
+
+def test_without_records_the_template_defaults_answer():
+    dispatch = choose(sequence(64))
+    assert (dispatch.source, dispatch.match, dispatch.rigor) == ("default", "none", Rigor.HEURISTIC)
+    assert (dispatch.expected_regret, dispatch.stale) == (None, ())
+    for request in dispatch.requests.values():
+        assert request.config == request.template.default_config(request.problem, ARCH)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "match"),
+    [(32, "measured"), (64, "interpolated"), (29, "interpolated"), (16, "none"), (256, "none"), (None, "typical")],
+    ids=str,
+)
+def test_a_record_answers_between_its_points_alone(chunks, match):
+    save_user_records([records.record(rigor=Rigor.CONFIRMED)])
+    dispatch = choose(None if chunks is None else sequence(chunks))
+    assert dispatch.match == match
+    tuned = match != "none"
+    assert scan(dispatch) == (WIDE if tuned else DEFAULT)["state_scan"]
+    assert dispatch.source == ("user" if tuned else "default")
+    assert dispatch.rigor is (Rigor.CONFIRMED if tuned else Rigor.HEURISTIC)
+
+
+def test_steps_that_the_record_leaves_out_take_their_default():
+    save_user_records([records.record()])
+    request = choose(sequence(64), use_qk_l2norm_in_kernel=True).requests["l2norm"]
+    assert request.config == request.template.default_config(request.problem, ARCH)
+
+
+def test_the_layers_are_asked_in_order_and_the_first_that_answers_wins(places):
+    slower = (entry(DEFAULT, 100.0, 400.0), entry(NARROW, 80.0, 320.0, default=(100.0, 400.0)))
+    save_directory(places / "shipped", [records.record()])
+    assert (choose(sequence(64)).source, scan(choose(sequence(64)))) == ("shipped", WIDE["state_scan"])
+    save_directory(places / "directory", [records.record(entries=slower)])
+    assert (choose(sequence(64)).source, scan(choose(sequence(64)))) == ("directory", NARROW["state_scan"])
+    # The user's record ends at 16 chunks, and has nothing to say of 64.
+    save_user_records([records.record(points=one_sequence(8, 16))])
+    assert [choose(sequence(chunks)).source for chunks in (12, 64)] == ["user", "directory"]
+
+
+@pytest.mark.parametrize(
+    "hardware",
+    [Hardware(arch="sm_90a", sm_count=78, l2_bytes=60 << 20), Hardware(arch="sm_90a", sm_count=132, l2_bytes=50 << 20), None],
+    ids=["78-SMs", "50-MiB-L2", "no-GPU"],
+)
+def test_another_gpu_gets_the_default(hardware):
+    save_user_records([records.record()])
+    assert choose(sequence(64), hardware=hardware).source == "default"
+
+
+# What the times say
+
+
+def test_the_fastest_at_the_size_of_the_call_wins():
+    default = (100.0, 400.0, 1600.0)
+    save_user_records([records.record(
+        points=one_sequence(8, 32, 128),
+        entries=(
+            entry(DEFAULT, *default),
+            entry(NARROW, 50.0, 380.0, 1580.0, default=default),
+            entry(WIDE, 95.0, 300.0, 800.0, default=default),
+        ),
+    )])
+    assert [scan(choose(sequence(chunks)))["block_v"] for chunks in (8, 32, 128)] == [32, 128, 128]
+
+
+def test_entries_within_one_percent_of_each_other_take_the_order_of_the_record():
+    default = (100.0, 400.0)
+    first, second = entry(NARROW, 80.5, 322.0, default=default), entry(WIDE, 80.0, 320.0, default=default)
+    for days, (order, block_v) in enumerate([((first, second), 32), ((second, first), 128)]):
+        save_user_records([records.record(entries=(entry(DEFAULT, *default), *order), days=days)])
+        assert scan(choose(sequence(64)))["block_v"] == block_v
+
+
+def test_an_entry_that_does_not_beat_the_default_with_its_interval_is_not_taken():
+    default = (100.0, 400.0)
+    unsure = entry(WIDE, 98.0, 392.0, default=default, spread=0.03)
+    save_user_records([records.record(entries=(entry(DEFAULT, *default), unsure))])
+    dispatch = choose(sequence(64))
+    assert scan(dispatch) == DEFAULT["state_scan"]
+    assert (dispatch.source, dispatch.match) == ("user", "interpolated")         # the record says so
+    assert dispatch.expected_regret == pytest.approx(100 / 98 - 1, abs=1e-3)
+
+
+def test_an_entry_that_was_not_timed_around_the_call_is_not_taken():
+    default = (100.0, 400.0, 1600.0)
+    partial = entry(WIDE, 50.0, 200.0, None, default=default)
+    save_user_records([records.record(points=one_sequence(8, 32, 128), entries=(entry(DEFAULT, *default), partial))])
+    assert [scan(choose(sequence(chunks)))["block_v"] for chunks in (16, 64)] == [128, 64]
+
+
+def test_gate_profiles_count_alike():
+    default = (100.0, 100.0)
+    points = one_sequence(32, gates="open") + one_sequence(32, gates="closed")
+    mixed = entry(NARROW, 50.0, 100.0, default=default)                          # 2.0 and 1.0: 1.41 on the whole
+    even = entry(WIDE, 75.0, 75.0, default=default)                              # 1.33 twice
+    save_user_records([records.record(points=points, entries=(entry(DEFAULT, *default), even, mixed))])
+    dispatch = choose(sequence(32))
+    assert scan(dispatch) == NARROW["state_scan"]
+    assert dispatch.considered.chosen.speedup == pytest.approx(2**0.5, abs=1e-3)
+    assert dispatch.expected_regret == pytest.approx((4 / 3) ** 0.5 - 1, abs=1e-3)
+
+
+def test_a_changed_version_is_told_and_changes_nothing():
+    save_user_records([records.record()])
+    stale = records.record().provenance.versions.model_copy(update={"tilelang": "0.0.1"})
+    provenance = records.record(days=1).provenance.model_copy(update={"versions": stale})
+    fresh = choose(sequence(64))
+    save_user_records([records.record(provenance=provenance)])
+    dispatch = choose(sequence(64))
+    assert scan(dispatch) == scan(fresh)
+    assert dispatch.stale == (f"tilelang 0.0.1 -> {Versions.here().tilelang}",)
+
+
+# A record from another time
+
+
+@pytest.mark.parametrize(
+    ("configs", "why"),
+    [
+        ({"state_scan": {"block_v": 96, "threads": 128, "stages": 2}}, "96"),
+        ({"state_scan": {"block_v": 128, "threads": 256}}, "other knobs"),
+        ({"state_scan": {"block_v": 128, "threads": 256, "stages": 2, "depth": 1}}, "other knobs"),
+        ({"state_scan": {"block_v": "128", "threads": 256, "stages": 2}}, "other knobs"),
+        ({"state_scan": {"block_v": True, "threads": 256, "stages": 2}}, "other knobs"),
+    ],
+    ids=["constraint", "knob-missing", "knob-too-many", "text", "bool"],
+)
+def test_a_config_that_its_template_refuses_today_is_passed_over(configs, why):
+    default = (100.0, 400.0)
+    entries = (entry(DEFAULT, *default), entry(configs, 40.0, 160.0, default=default), entry(WIDE, 80.0, 320.0, default=default))
+    save_user_records([records.record(entries=entries)])
+    dispatch = choose(sequence(64))
+    assert scan(dispatch) == WIDE["state_scan"]
+    assert why in str(dispatch.considered.ways[1].rejection)
+
+
+def test_a_strategy_that_is_gone_is_passed_over():
+    default = (100.0, 400.0)
+    entries = (entry(DEFAULT, *default), entry(WIDE, 40.0, 160.0, default=default, strategy="retired"))
+    save_user_records([records.record(entries=entries)])
+    dispatch = choose(sequence(64))
+    assert scan(dispatch) == DEFAULT["state_scan"]
+    assert "strategy retired" in str(dispatch.considered.ways[1].rejection)
+
+
+# Splits
+
+
+@pytest.fixture
+def splitting(monkeypatch):
+    """The strategy "chunked" as if it could split sequences into 16 or 32 chunks, 32 by default."""
+    strategy = dataclasses.replace(plan.STRATEGIES["chunked"], splits=lambda facts, extents, sm_count: (32, 16, None))
+    monkeypatch.setitem(plan.STRATEGIES, "chunked", strategy)
+    default, rule = (100.0, 400.0), SplitRule(low=2.9, high=3.1, regret=0.0)
+    split = entry(WIDE, 80.0, 320.0, default=default, split_rule=rule)
+    return records.record(points=one_sequence(64, 1024), entries=(entry(DEFAULT, *default), split))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "split"), [(96, 32), (512, 16), (1024, 32), (4096, 32), (None, None)], ids=str
+)
+def test_the_rule_of_the_record_splits_if_the_strategy_still_can(splitting, chunks, split):
+    # sqrt(8 * chunks / 132) * 3 is 7.2, 16.7, 23.6; splits of 8 are not on offer, 4096 are outside: the strategy's default.
+    save_user_records([splitting])
+    assert choose(None if chunks is None else sequence(chunks)).split == split
+
+
+def test_a_call_that_forbids_splits_gets_neither_a_split_nor_what_was_timed_with_one(splitting):
+    save_user_records([splitting])
+    dispatch = choose(sequence(512), auto_cp=False)
+    assert dispatch.split is None
+    assert scan(dispatch) == DEFAULT["state_scan"]
+
+
+# Overrides
+
+
+def test_an_override_comes_before_every_record(splitting):
+    save_user_records([splitting])
+    config = state_scan.Config(**NARROW["state_scan"])
+    with select.override(state_scan=config, split=None):
+        dispatch = choose(sequence(512))
+    assert (dispatch.source, dispatch.requests["state_scan"].config, dispatch.split) == ("override", config, None)
+    assert choose(sequence(512)).source == "user"
+
+
+def test_an_override_of_the_strategy_alone_takes_its_defaults():
+    save_user_records([records.record()])
+    with select.override("chunked"):
+        dispatch = choose(sequence(64))
+    assert (dispatch.source, scan(dispatch)) == ("override", DEFAULT["state_scan"])
+
+
+def test_an_override_that_cannot_be_is_an_error_with_the_reason():
+    config = state_scan.Config(block_v=96, threads=128, stages=2)
+    with select.override(state_scan=config), pytest.raises(InvalidConfigError, match="96"):
+        choose()
+    with select.override("retired"), pytest.raises(InvalidConfigError, match="chunked would"):
+        choose()
+
+
+def test_each_part_of_an_override_makes_another_key():
+    def in_force(*args, **kwargs):
+        with select.override(*args, **kwargs):
+            return select.override_in_force()
+
+    config = state_scan.Config(**NARROW["state_scan"])
+    made = {in_force(), in_force("chunked"), in_force(split=None), in_force(split=16), in_force(state_scan=config)}
+    assert len(made) == 5
+
+
+# What is told, and what is not
+
+
+def test_one_line_a_process_says_what_to_run(caplog):
+    caplog.set_level(logging.INFO, logger="qla_jit")
+    for chunks in (64, 512):
+        choose(sequence(chunks))
+    choose(sequence(64), HV=16)
+    (told,) = caplog.records
+    assert told.levelno == logging.INFO
+    assert told.getMessage().endswith("qla-tune tune --heads 2:8 --dims 128:128 --lengths 4096")
+
+
+@pytest.mark.parametrize("hardware", [H200, None], ids=["tuned", "ahead-of-time"])
+def test_nothing_is_told_where_nothing_is_missing(caplog, hardware):
+    caplog.set_level(logging.INFO, logger="qla_jit")
+    if hardware is not None:
+        save_user_records([records.record()])
+    choose(sequence(64), hardware=hardware)
+    assert caplog.records == []
+
+
+def test_the_command_names_what_is_not_usual():
+    assert select.tune_command(facts(dtype=torch.float16, chunk_size=32, cu_seqlens_dtype=torch.int32)) == (
+        "qla-tune tune --heads 2:8 --dims 128:128 --dtype float16 --chunk-size 32 --packed"
+    )
+
+
+def test_a_corrupt_file_costs_a_warning_and_no_call(places, caplog):
+    (places / "directory" / "gdn_forward.sm_90a.json").write_text("{")
+    save_directory(places / "shipped", [records.record()])
+    assert [choose(sequence(64)).source for _ in range(2)] == ["shipped"] * 2
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+# Buckets
+
+
+def test_a_bucket_stands_for_sizes_within_an_eighth_of_it():
+    for chunks in [*range(1, 300), 1000, 12345]:
+        there = select.bucket(Extents(chunks=chunks, longest=chunks, sequences=1))
+        assert abs(there.chunks - chunks) / chunks <= 1 / 8
+        assert select.bucket(there) == there
+        assert there.sequences == 1
+    assert len({select.bucket(sequence(chunks)) for chunks in range(256, 512)}) == 5
+
+
+def test_a_bucket_of_a_size_inside_is_not_outside():
+    save_user_records([records.record(points=one_sequence(33, 471))])
+    assert {choose(select.bucket(sequence(chunks))).source for chunks in range(33, 472)} == {"user"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
+def test_a_directory_that_cannot_be_read_is_passed_over(places):
+    save_directory(places / "shipped", [records.record()])
+    (places / "directory").chmod(0)
+    assert choose(sequence(64)).source == "shipped"
