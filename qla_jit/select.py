@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from .errors import InvalidConfigError
 from .interpolation import delaunay_weights
 from .kernel_templates.arch import Arch
 from .kernel_templates.contract import Rejection
-from .ops.inputs import CallFacts
+from .ops.inputs import CallFacts, CallInputs
 from .ops.plan import Extents, Step, Strategy, strategies_for
 from .record_store import Stored
 from .tuning_records import FORWARD, Candidate, Entry, Hardware, Identity, Problem, Record, Rigor, Versions
@@ -170,6 +171,18 @@ def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents 
 def bucket(extents: Extents) -> Extents:
     """Extents that stand for all similar ones, so that a choice can be looked up instead of made: four to an octave."""
     return Extents(*(_rounded(value) for value in (extents.chunks, extents.longest, extents.sequences)))
+
+
+def extents_of(inputs: CallInputs) -> Extents:
+    """The sizes of a call in chunks; upper bounds where only the GPU knows the lengths of packed sequences."""
+    C, T, N = inputs.facts.chunk_size, inputs.T, inputs.N
+    if not inputs.facts.varlen:
+        chunks = -(-T // C)
+        return Extents(chunks=inputs.B * chunks, longest=chunks, sequences=inputs.B)
+    if inputs.starts is None:
+        return Extents(chunks=T // C + N, longest=-(-T // C), sequences=N)
+    chunks_of = [(end - start + C - 1) // C for start, end in itertools.pairwise(inputs.starts)]
+    return Extents(chunks=max(sum(chunks_of), 1), longest=max(*chunks_of, 1), sequences=N)
 
 
 def tune_command(facts: CallFacts, extents: Extents | None = None) -> str:

@@ -25,6 +25,7 @@ class Settings:
     mode: Mode
     cache_dir: Path | None               # None: the user's cache directory
     db_path: tuple[Path, ...]
+    capture: Path | None                 # None: nothing is counted
     jobs: int
     compile_timeout: float               # seconds
 
@@ -128,6 +129,12 @@ VARIABLES: tuple[Variable, ...] = (
         "QLA_JIT_DB_PATH", "db_path",
         "Directories of tuned records to read, never written, separated like PATH; the first one that answers wins.",
         "none", _directories, lambda: (),
+    ),
+    Variable(
+        "QLA_JIT_CAPTURE", "capture",
+        "A directory in which each process counts the shapes and gates of its calls on a GPU, as a workload for "
+        "`qla-tune tune --workload`.",
+        "none", _directory, lambda: None,
     ),
     Variable(
         "QLA_JIT_JOBS", "jobs",

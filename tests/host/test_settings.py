@@ -21,7 +21,9 @@ def _clean_environment(monkeypatch):
 
 
 def test_defaults():
-    assert settings() == Settings(mode="lookup", cache_dir=None, db_path=(), jobs=available_cpus(), compile_timeout=600.0)
+    assert settings() == Settings(
+        mode="lookup", cache_dir=None, db_path=(), capture=None, jobs=available_cpus(), compile_timeout=600.0
+    )
 
 
 def test_every_field_has_one_variable_and_every_variable_a_meaning_and_a_default():
@@ -38,6 +40,7 @@ def test_every_field_has_one_variable_and_every_variable_a_meaning_and_a_default
         ("QLA_JIT_CACHE_DIR", "/var/cache/qla", Path("/var/cache/qla")),
         ("QLA_JIT_CACHE_DIR", "~/kernels", Path.home() / "kernels"),
         ("QLA_JIT_DB_PATH", "/a:/b", (Path("/a"), Path("/b"))),
+        ("QLA_JIT_CAPTURE", "/a", Path("/a")),
         ("QLA_JIT_JOBS", "3", 3),
         ("QLA_JIT_COMPILE_TIMEOUT", "2.5", 2.5),
     ],
