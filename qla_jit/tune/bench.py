@@ -111,8 +111,9 @@ class Bench:
         throttled = any(block.clock.throttled for block in taken)
         if not _is_sound(answer):
             raise EnvironmentUnsuitable(
-                f"{len(taken) - len(kept)} of {len(taken)} blocks of times were disturbed by {'heat' if throttled else 'the clock'}; "
-                "at most half may be. Let the GPU cool down, or lock its clock, and go on with --resume"
+                f"{len(taken) - len(kept)} of {len(taken)} blocks of times were disturbed by "
+                f"{'throttling' if throttled else 'a clock that drifts'}; at most half may be. Let the GPU cool down, or lock "
+                "its clock, and go on with --resume"
             )
         return Timing(kept, len(taken) - len(kept), throttled, bool(answer["other_processes"]), answer["floor_us"])
 

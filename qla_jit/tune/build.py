@@ -80,7 +80,8 @@ def _kernel_or_failure(future: Any) -> LoadedKernel | Failure:
     try:
         return future.result()[0]
     except (CompileError, InvalidConfigError) as error:
-        return Failure("compile", str(error))
+        lines = str(error.args[0]).splitlines()              # what did not compile, and the end of the compiler's log
+        return Failure("compile", f"{lines[0]} {lines[-1]}" if len(lines) > 1 else lines[0])
 
 
 def _report(kernel: LoadedKernel) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from .measure import Block, estimate
 # SplitRule takes splits of 2**round(log2(constant * unit)) chunks, so the constants that give L span sqrt(2) either way.
 HALF_OCTAVE = math.sqrt(2)
 MOST_CHUNKS = 2.0**20                    # stands for infinity: a constant that leaves every sequence whole
+WHOLE = SplitRule(low=MOST_CHUNKS, high=MOST_CHUNKS, regret=0)
 
 
 def choose(blocks: Sequence[Block]) -> int:

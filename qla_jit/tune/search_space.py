@@ -87,14 +87,17 @@ class SearchSpace:
         return [CompileRequest(step.template, step.problem, configs[name], self.arch) for name, step in steps.items()]
 
     def from_json(self, data: Mapping[str, Any]) -> Candidate:
-        """The candidate that to_json() wrote.
+        """The candidate that to_json() wrote; a step that it leaves out takes its template's default.
 
         Raises:
-            KeyError, TypeError: the strategy, a step or a knob is not known here any more.
+            KeyError, TypeError: the strategy or a knob is not known here any more.
         """
+        def config(name: str, step: Step) -> Any:
+            knobs = data["configs"].get(name)
+            return step.template.default_config(step.problem, self.arch) if knobs is None else step.template.config(**knobs)
+
         steps = self.steps(data["strategy"])
-        configs = tuple((name, step.template.config(**data["configs"][name])) for name, step in steps.items())
-        return Candidate(data["strategy"], configs, data["split"])
+        return Candidate(data["strategy"], tuple((name, config(name, step)) for name, step in steps.items()), data["split"])
 
     def rank(self, candidate: Candidate) -> tuple[Any, ...]:
         """Where a candidate stands in the fixed order that decides ties: preferred strategy, fewest knobs turned, their values.
@@ -128,6 +131,14 @@ class SearchSpace:
 
     def _strategy(self, name: str) -> Strategy:
         return {strategy.name: strategy for strategy in self.strategies}[name]
+
+
+def lengths_of(extents: Extents, chunk_size: int) -> tuple[int, ...]:
+    """Whole chunks of tokens for sequences of these sizes: the longest first, the others alike."""
+    rest, others = extents.chunks - extents.longest, extents.sequences - 1
+    return tuple(chunk_size * chunks for chunks in (
+        extents.longest, *(rest // others + (number < rest % others) for number in range(others))
+    ))
 
 
 def extents_of(lengths: tuple[int, ...], chunk_size: int) -> Extents:

@@ -127,7 +127,7 @@ class Worker:
         said = self._log.read().decode(errors="replace").strip()[-STDERR_SHOWN:]
         self.stop()
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return Failure("oom" if status == -signal.SIGKILL else "crash", f"the process ended: {how}; it said: {said or 'nothing'}")
+        return Failure("oom" if status == -signal.SIGKILL else "crash", f"the process ended: {how}\n{said}")
 
 
 def serve(handle: Callable[[dict[str, Any]], Any]) -> None:
