@@ -11,7 +11,7 @@ from ..ops.plan import Extents
 from ..tuning_records import SplitRule
 from .measure import Block, estimate
 
-# SplitRule takes splits of 2**round(log2(constant * unit)) chunks, so the constants that give L span sqrt(2) either way.
+# SplitRule takes 2**round(log2(constant * unit)) chunks, so the constants of one split span a factor of sqrt(2) either way.
 HALF_OCTAVE = math.sqrt(2)
 MOST_CHUNKS = 2.0**20                    # stands for infinity: a constant that leaves every sequence whole
 WHOLE = SplitRule(low=MOST_CHUNKS, high=MOST_CHUNKS, regret=0)
@@ -35,7 +35,7 @@ def choose(blocks: Sequence[Block]) -> int:
 
 @dataclass(frozen=True)
 class SplitTimes:
-    """Microseconds at one point for each split length that was tried; None: whole sequences."""
+    """Microseconds at one point for each split that was tried, the strategy's default first; None: whole sequences."""
 
     extents: Extents
     us: Mapping[int | None, float]
@@ -59,29 +59,26 @@ def is_reachable(split: int | None, extents: Extents) -> bool:
 
 
 def split_rule(times: Sequence[SplitTimes], *, HV: int, sm_count: int) -> SplitRule | None:
-    """The constant whose splits lose least at the worst point, as the interval in which nothing changes; None: nothing was
-    timed that the rule can give, or only whole sequences."""
+    """The constant that loses least at the worst point, as the interval in which it changes nothing; None without times of
+    segments. Where a constant gives a split that was not tried, the strategy's default serves, as select.choose() has it."""
     if not any(split is not None for point in times for split in point.us):
         return None
     edges = sorted({
-        edge for point in times for split in point.us
+        float(f"{edge:.6g}")             # two points may have the same edge but for the last bit
+        for point in times for split in point.us
         if is_reachable(split, point.extents) for edge in constants_for(split, HV, point.extents, sm_count)
     })
-    rules = [SplitRule(low=low, high=high, regret=0) for low, high in itertools.pairwise(edges) if low < high]
-    judged = [(regrets, rule) for rule in rules if (regrets := _regrets(rule, times, HV, sm_count)) is not None]
-    if not judged:
-        return None
+    rules = [SplitRule(low=low, high=high, regret=0) for low, high in itertools.pairwise(edges)]
+    judged = [(_regrets(rule, times, HV, sm_count), rule) for rule in rules]
     # Among equals the widest interval, which is the farthest from a change for other lengths.
     regrets, rule = min(judged, key=lambda item: (round(max(item[0]), 4), round(sum(item[0]), 4), -item[1].high / item[1].low))
     return rule.model_copy(update={"regret": round(max(regrets), 4)})
 
 
-def _regrets(rule: SplitRule, times: Sequence[SplitTimes], HV: int, sm_count: int) -> list[float] | None:
-    """What the rule loses at each point against the best split there; None if it gives a split that was not timed."""
+def _regrets(rule: SplitRule, times: Sequence[SplitTimes], HV: int, sm_count: int) -> list[float]:
+    """What the rule loses at each point against the best split there."""
     regrets = []
     for point in times:
-        split = rule.split(HV=HV, extents=point.extents, sm_count=sm_count)
-        if split not in point.us:
-            return None
-        regrets.append(point.us[split] / min(point.us.values()) - 1)
+        us = point.us.get(rule.split(HV=HV, extents=point.extents, sm_count=sm_count), next(iter(point.us.values())))
+        regrets.append(us / min(point.us.values()) - 1)
     return regrets

@@ -111,7 +111,7 @@ class Findings:
 
 
 class Tuner:
-    """Tunes one problem. seconds_left: of the problem's time; what is negative is spent."""
+    """Tunes one problem. share_left says how much of the problem's time is left, from 1 down; what is below 0 is overdrawn."""
 
     def __init__(
         self, problem: TuneProblem, space: SearchSpace, bench: Bench, *, finalists: int,
@@ -121,8 +121,10 @@ class Tuner:
         self._problem, self._space, self._bench = problem, space, bench
         self._most_finalists = finalists
         self._on_event, self._share_left = on_event, share_left
-        by_extents = {extents_of(lengths, space.facts.chunk_size): lengths for lengths in reversed(problem.lengths)}
-        self._batches = [Batch(lengths, extents) for extents, lengths in reversed(by_extents.items()) if extents.chunks]
+        by_extents: dict[Extents, tuple[int, ...]] = {}
+        for lengths in problem.lengths:
+            by_extents.setdefault(extents_of(lengths, space.facts.chunk_size), lengths)
+        self._batches = [Batch(lengths, extents) for extents, lengths in by_extents.items() if extents.chunks]
         self._admitted: dict[Candidate, bool] = {}
         self._by_source: dict[tuple[str, int | None], Candidate] = {}
         bench.on_kernel = lambda done, total: self._tell("compile", f"{done} of {total} kernels", done, total)
@@ -233,9 +235,8 @@ class Tuner:
             times = []
             for batch in list(self._batches):
                 splits = self._space.splits(finalist.candidate.strategy, batch.extents)
-                admitted = self._admit(
-                    [finalist.candidate.with_split(split) for split in splits if is_reachable(split, batch.extents)]
-                )
+                tried = [split for split in splits if split == splits[0] or is_reachable(split, batch.extents)]
+                admitted = self._admit([finalist.candidate.with_split(split) for split in tried])
                 race = self._time(admitted, batch, "split", SCREEN_BLOCKS) if admitted and self._share_left() > 0 else None
                 if race is not None:
                     times.append(SplitTimes(batch.extents, {
