@@ -1,0 +1,189 @@
+"""How does qla-tune tell what it found? Plain tables, JSON, and a progress bar on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .ops.plan import STRATEGIES
+from .select import Considered, Dispatch
+from .tune.session import Event
+from .tuning_records import Candidate, Entry, Problem, Record, Versions
+from .workload import facts_of
+
+
+def print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=1))
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    texts = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_curves(record: Record) -> None:
+    rows, default = [], record.entries[0].candidate
+    for number, entry in enumerate(record.entries):
+        for point, timed in zip(record.points, entry.curve, strict=True):
+            if timed is not None:
+                ratio = timed.speedup
+                speedup = "" if ratio is None else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+                place = (point.chunks, point.longest, point.sequences, point.gates, timed.split or "")
+                rows.append(("default" if number == 0 else label(entry.candidate, default), *place, timed.median_us, speedup))
+    print_table(("config", "chunks", "longest", "sequences", "gates", "split", "us", "speedup"), rows)
+    for negative in record.negatives:
+        typer.echo(f"thrown out, {negative.reason.value}: {label(negative.candidate, default)}: {negative.detail}")
+
+
+def print_explanation(data: Mapping[str, Any]) -> None:
+    answer = data["answer"]
+    typer.echo(data["call"] + ("" if data["extents"] is None else ", " + _told_extents(data["extents"])))
+    facts = [f"answer: {answer['source']}", f"match {answer['match']}", f"rigor {answer['rigor']}"]
+    if answer["expected_regret"] is not None:
+        facts += [f"expected regret {answer['expected_regret']:.1%}", f"{answer['age_days']} days old"]
+    typer.echo(", ".join(facts))
+    if answer["stale"]:
+        typer.echo(f"stale: {', '.join(answer['stale'])}")
+    split = "whole sequences" if answer["split"] is None else f"split every {answer['split']} chunks"
+    typer.echo(f"{answer['strategy']}, {split}")
+    for step, knobs in answer["configs"].items():
+        typer.echo(f"  {step}: {knobs}")
+    for asked in data["asked"]:
+        match = "the sizes are outside of what was measured" if asked["match"] == "none" else asked["match"]
+        typer.echo(f"\n{asked['layer']}, {asked['place']}: {match}")
+        if asked["ways"]:
+            rows = []
+            for way in asked["ways"]:
+                mark, times = "->" if way["chosen"] else "", (f"{way[key]:.3f}" for key in ("speedup", "low"))
+                rows.append((mark, way["config"], *times, way["rejection"] or ""))
+            print_table(("", "config", "speedup", "at least", "why not"), rows)
+    if data["nearest"] is not None:
+        typer.echo(f"\nnearest record, {data['nearest']['layer']}: differs in {', '.join(data['nearest']['differs_in'])}")
+    if answer["match"] == "none":
+        typer.echo(f"\nto tune it: {data['command']}")
+
+
+def describe(record: Record) -> dict[str, Any]:
+    """A record in a few words."""
+    problem, hardware = record.problem, record.hardware
+    best = max(record.entries, key=typical_speedup)
+    return {
+        "gpu": f"{hardware.arch}:{hardware.sm_count}:{hardware.l2_bytes >> 20}",
+        "heads": f"{problem.H}:{problem.HV}",
+        "dims": f"{problem.K}:{problem.V}",
+        "dtype": problem.dtype,
+        "chunk": problem.chunk_size,
+        "packed": "yes" if problem.varlen else "no",
+        "rigor": record.rigor.value,
+        "speedup": f"{typical_speedup(best):.3f}",
+        "config": "default" if best is record.entries[0] else label(best.candidate, record.entries[0].candidate),
+        "recorded": f"{record.provenance.recorded:%Y-%m-%d}",
+        "stale": ", ".join(stale(record)),
+    }
+
+
+def typical_speedup(entry: Entry) -> float:
+    """The geometric mean over the points; below 1 for an entry that was not timed at all of them."""
+    if None in entry.curve:
+        return 0.0
+    logs = [math.log(timed.speedup.value) if timed.speedup else 0.0 for timed in entry.curve if timed]
+    return math.exp(sum(logs) / len(logs))
+
+
+def label(candidate: Candidate, default: Candidate | None = None) -> str:
+    """A candidate by its strategy and its knobs; those that are the default's are left out."""
+    words = [candidate.strategy]
+    for step, knobs in candidate.configs.items():
+        usual = {} if default is None or default.strategy != candidate.strategy else default.configs.get(step, {})
+        turned = [f"{knob}={value}" for knob, value in knobs.items() if knob not in usual or usual[knob] != value]
+        if turned:
+            words.append(f"{step}({', '.join(turned)})")
+    return " ".join(words)
+
+
+def stale(record: Record) -> tuple[str, ...]:
+    """In what the software has changed since the record, as far as it is known without building anything."""
+    return record.provenance.differences(_versions(), _template_hashes())
+
+
+@functools.cache
+def _versions() -> Versions:
+    return Versions.here()
+
+
+@functools.cache
+def _template_hashes() -> dict[str, str]:
+    """Of the templates of every strategy, by name."""
+    problem = Problem(H=1, HV=1, K=128, V=128, dtype="bfloat16", chunk_size=64, varlen=False)
+    facts = facts_of(problem, torch.device("cuda"))
+    steps = [step for strategy in STRATEGIES.values() for step in strategy.steps(facts).values()]
+    return {step.template.name: step.template.source_sha256() for step in steps}
+
+
+def describe_dispatch(dispatch: Dispatch) -> dict[str, Any]:
+    record = None if dispatch.considered is None else dispatch.considered.stored.record
+    return {
+        "source": dispatch.source,
+        "match": dispatch.match,
+        "rigor": dispatch.rigor.value,
+        "expected_regret": dispatch.expected_regret,
+        "age_days": None if record is None else (datetime.now(timezone.utc) - record.provenance.recorded).days,
+        "stale": list(dispatch.stale),
+        "strategy": dispatch.strategy,
+        "split": dispatch.split,
+        "configs": {step: dataclasses.asdict(request.config) for step, request in dispatch.requests.items()},
+    }
+
+
+def describe_considered(considered: Considered) -> dict[str, Any]:
+    default = considered.stored.record.entries[0].candidate
+    return {
+        "layer": considered.stored.layer,
+        "place": str(considered.stored.place),
+        "match": considered.match,
+        "ways": [
+            {
+                "config": "default" if number == 0 else label(way.entry.candidate, default),
+                "speedup": way.speedup,
+                "low": way.speedup_low,
+                "rejection": None if way.rejection is None else str(way.rejection),
+                "chosen": way is considered.chosen,
+            }
+            for number, way in enumerate(considered.ways)
+        ],
+    }
+
+
+def _told_extents(extents: Mapping[str, int]) -> str:
+    return f"{extents['chunks']} chunks in {extents['sequences']} sequences, the longest {extents['longest']}"
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[Event], None]]:
+    """A bar on stderr with the stage, and how far it is; lines where stderr is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda event: typer.echo(f"{event.stage}: {event.problem} {event.text}".rstrip(), err=True)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def on_event(event: Event) -> None:
+            description = f"{event.problem} {event.stage}: {event.text}".strip()
+            bar.update(task, description=description, completed=event.done, total=event.total or None)
+
+        yield on_event

@@ -1,0 +1,382 @@
+"""Does each verb of qla-tune do what it says, and exit with the code that it says?"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+
+import pytest
+import records
+from records import DEFAULT, H200, entry, negative, problem
+
+from qla_jit import cli, device, doctor, record_store, select, tuning_db
+from qla_jit.device import GpuInfo
+from qla_jit.doctor import Finding
+from qla_jit.errors import EnvironmentUnsuitable
+from qla_jit.tune.session import Check, Event, ProblemResult, SessionResult, Verification
+from qla_jit.tuning_records import Hardware, Rigor, Versions, load, save, save_directory
+
+GPU = "sm_90a:132:60"
+OTHER = records.record(problem=problem(H=16, HV=48))
+STALE = records.record().provenance.model_copy(update={"versions": Versions(tilelang="0.0.1")})
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path, monkeypatch):
+    """No records anywhere but under tmp_path, and an H200 as the GPU."""
+    monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("QLA_JIT_DB_PATH", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
+    monkeypatch.setattr(cli, "gpu_count", lambda: 1)
+    monkeypatch.setattr(cli, "gpu_info", lambda device: GpuInfo("NVIDIA H200", records.ARCH, H200.sm_count, H200.l2_bytes))
+    record_store._warn_once.cache_clear()
+    select._told.clear()
+    yield tmp_path
+    record_store._open.cache_clear()
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run qla-tune; its exit code and what it prints, decoded where it is asked for JSON."""
+
+    def run(*words, code=0):
+        monkeypatch.setattr(sys, "argv", ["qla-tune", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert ended.value.code == code, err
+        return json.loads(out) if "--json" in words and code not in (2, 5, 6, 8) else out + err
+
+    return run
+
+
+def kept():
+    return record_store.user_records()
+
+
+# tune
+
+
+@dataclasses.dataclass
+class FakeSession:
+    """Stands for the tuner: hands over one record for each problem."""
+
+    outcome: str = "complete"
+    requests: list = dataclasses.field(default_factory=list)
+    options: dict = dataclasses.field(default_factory=dict)
+
+    def tune(self, request, *, on_event, on_record, **options):
+        self.requests.append(request)
+        self.options = options
+        results = []
+        for number, of in enumerate(request.problems):
+            on_event(Event("race", str(of), "block 3", 3, 30))
+            record = None
+            if number == 0 or self.outcome == "complete":
+                record = records.record(problem=records.Problem.of(of.facts), rigor=Rigor.CONFIRMED)
+                on_record(record)
+            results.append(ProblemResult(of, self.outcome if number else "complete", record, None, None, ""))
+        machine = dataclasses.make_dataclass("Machine", H200.model_dump())(**H200.model_dump())
+        return SessionResult(tuple(results), self.outcome, machine, 1.0)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = FakeSession()
+    monkeypatch.setattr(cli.session, "tune", fake.tune)
+    return fake
+
+
+def test_tune_by_heads_keeps_the_records_and_shows_a_table(run, fake):
+    text = run("tune", "--heads", "2:8,4:16", "--dims", "128:128", "--lengths", "2048:8192", "--budget", "1h30m", "--resume")
+    problems = fake.requests[0].problems
+    assert [(p.facts.H, p.facts.HV, p.lengths, p.gates) for p in problems] == [
+        (2, 8, ((2048,), (4096,), (8192,)), "mixed"), (4, 16, ((2048,), (4096,), (8192,)), "mixed"),
+    ]
+    assert fake.options == {"resume": True, "budget_seconds": 5400.0}
+    assert sorted((r.problem.H, r.problem.HV) for r in kept()) == [(2, 8), (4, 16)]
+    assert "race: 2:8 128:128 block 3" in text
+    assert "1.250" in text
+    assert "state_scan(block_v=128, threads=256)" in text
+
+
+def test_tune_by_model(run, fake):
+    run("tune", "--model", "qwen3.5-27b", "--tp", 2, "--tp", 4, "--packed", "--dtype", "float16")
+    assert [(p.facts.H, p.facts.HV, p.facts.varlen) for p in fake.requests[0].problems] == [(8, 24, True), (4, 12, True)]
+
+
+def test_tune_by_workload_reports_the_confirmed_share(run, fake, places):
+    (places / "host-1.json").write_text(json.dumps({
+        "schema_version": 1,
+        "calls": [
+            {"problem": problem().model_dump(), "chunks": 64, "longest": 64, "sequences": 1, "count": 3},
+            {"problem": problem().model_dump(), "chunks": 4096, "longest": 4096, "sequences": 1, "count": 1},
+        ],
+    }))
+    assert run("tune", "--workload", places / "host-1.json", "--json")["confirmed_share"] == 0.75
+    assert fake.requests[0].problems[0].lengths == ((4096 * 64,), (64 * 64,))
+
+
+def test_records_name_the_command_without_the_paths_of_this_machine(run, fake, places):
+    (places / "counts.json").write_text('{"schema_version": 1, "calls": []}')
+    run("tune", "--heads", "2:8", "--lengths", "4096")
+    assert fake.requests[0].command == "qla-tune tune --heads 2:8 --lengths 4096"
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("complete", 0), ("failed", 3), ("budget spent", 3), ("interrupted", 130)])
+def test_tune_exits_by_its_outcome_and_keeps_what_was_ready(run, fake, outcome, code):
+    fake.outcome = outcome
+    told = run("tune", "--heads", "2:8,4:16", "--json", code=code)
+    assert told["outcome"] == outcome
+    assert len(kept()) == (2 if outcome == "complete" else 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (), ("--heads", "2:8", "--model", "qwen3.5-27b"), ("--tp", "2"), ("--heads", "two"), ("--heads", "3:8"),
+        ("--dims", "128:128"), ("--model", "gpt"), ("--model", "olmo-hybrid", "--tp", "4"), ("--heads", "2:8", "--budget", "soon"),
+        ("--heads", "2:8", "--dtype", "float32"), ("--heads", "2:8", "--lengths", "1+2"), ("--finalists", "1"), ("--nonsense",),
+    ],
+    ids=" ".join,
+)
+def test_tune_with_options_that_make_no_sense(run, fake, words):
+    run("tune", *words, code=2)
+    assert fake.requests == []
+
+
+def test_an_unsuitable_machine_exits_with_its_reason(run, monkeypatch):
+    def refuse(*_, **__):
+        raise EnvironmentUnsuitable("another tuner is on the GPU")
+
+    monkeypatch.setattr(cli.session, "tune", refuse)
+    assert "another tuner" in run("tune", "--heads", "2:8", code=5)
+
+
+def test_ctrl_c_exits_with_130(run, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.session, "tune", interrupt)
+    run("tune", "--heads", "2:8", code=130)
+
+
+# show and explain
+
+
+def test_show_lists_every_layer_and_filters(run, places):
+    save_directory(places / "shipped", [OTHER])
+    record_store.save_user_records([records.record(provenance=STALE)])
+    rows = run("show", "--json")
+    assert [(row["layer"], row["heads"], row["gpu"], row["speedup"]) for row in rows] == [
+        ("user", "2:8", GPU, "1.250"), ("shipped", "16:48", GPU, "1.250"),
+    ]
+    assert "tilelang 0.0.1 ->" in rows[0]["stale"]
+    assert [row["heads"] for row in run("show", "--json", "--heads", "16:48")] == ["16:48"]
+    assert run("show", "--json", "--layer", "directory") == []
+    assert "16:48" in run("show")
+
+
+def test_show_curves_has_the_times_and_what_was_thrown_out(run):
+    record_store.save_user_records([records.record(negatives=(negative(),))])
+    text = run("show", "--curves")
+    assert "320.0" in text
+    assert "1.250 [1.238, 1.262]" in text
+    assert "thrown out, racy: chunked state_scan(block_v=32): launch 3 differed" in text
+    assert run("show", "--curves", "--json")[0]["record"]["rigor"] == "raced"
+
+
+def test_explain_says_what_answers_and_what_else_there_was(run):
+    record_store.save_user_records([records.record(provenance=STALE)])
+    told = run("explain", "--heads", "2:8", "--lengths", "4096", "--gpu", GPU, "--json")
+    answer = told["answer"]
+    assert (answer["source"], answer["match"], answer["rigor"]) == ("user", "interpolated", "raced")
+    assert answer["configs"]["state_scan"]["block_v"] == 128
+    assert answer["stale"][0].startswith("tilelang 0.0.1 ->")
+    assert [(way["config"], way["chosen"]) for way in told["asked"][0]["ways"]] == [
+        ("default", False), ("chunked state_scan(block_v=128, threads=256)", True),
+    ]
+    text = run("explain", "--heads", "2:8", "--lengths", "4096")         # on the GPU that is here
+    assert "answer: user, match interpolated, rigor raced, expected regret 0.0%" in text
+    assert "-> " in text
+
+
+def test_explain_names_the_nearest_record_and_the_command_on_a_miss(run):
+    record_store.save_user_records([records.record(), OTHER])
+    told = run("explain", "--heads", "2:8", "--lengths", "4096", "--gpu", "sm_90a:78:60", "--json")
+    assert told["answer"]["source"] == "default"
+    assert told["nearest"]["differs_in"] == ["sm_count (132 there, 78 asked)"]
+    assert told["command"] == "qla-tune tune --heads 2:8 --dims 128:128 --lengths 4096"
+    text = run("explain", "--heads", "2:8", "--lengths", "4096", "--gpu", "sm_90a:78:60")
+    assert "nearest record, user: differs in sm_count" in text
+    assert text.rstrip().endswith(told["command"])
+
+
+def test_explain_says_when_the_sizes_are_outside(run):
+    record_store.save_user_records([records.record()])
+    assert "the sizes are outside of what was measured" in run("explain", "--heads", "2:8", "--lengths", "65536")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--require", "raced"), 0), (("--require", "confirmed"), 8), (("--require", "raced", "--lengths", "65536"), 8),
+        (("--lengths", "1:8"), 2), (("--gpu", "sm_90a"), 2), (("--gpu", "sm_1:132:60"), 2), (("--device", "1"), 5),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_explain_exits_with(run, words, code):
+    record_store.save_user_records([records.record()])
+    run("explain", "--heads", "2:8", *words, code=code)
+
+
+# verify and check
+
+
+def test_verify_looks_at_the_records_of_this_gpu_and_fails_with_the_reason(run, monkeypatch):
+    elsewhere = records.record(hardware=Hardware(arch="sm_90a", sm_count=78, l2_bytes=60 << 20))
+    record_store.save_user_records([records.record(), elsewhere])
+    seen = []
+
+    def verify_records(of, *, device, on_event):
+        seen.extend(of)
+        return [Verification(of[0], e.candidate, failure) for e, failure in zip(of[0].entries, failures, strict=True)]
+
+    monkeypatch.setattr(cli.session, "verify_records", verify_records)
+    failures = (None, None)
+    run("verify")
+    failures = (None, "racy: launch 3 differed")
+    assert [row["result"] for row in run("verify", "--json", code=4)] == ["passed", "racy: launch 3 differed"]
+    assert seen == [records.record()] * 2
+    run("verify", "--heads", "32:32", code=8)
+
+
+def test_check_times_stale_records_first_and_exits_with_7_on_a_regression(run, monkeypatch):
+    record_store.save_user_records([records.record(), records.record(problem=problem(HV=16), provenance=STALE)])
+    asked = []
+
+    def check_records(of, *, device, points, on_event):
+        asked.append(([r.problem.HV for r in of], points))
+        return [Check(of[0], "2:16 at 4096: 0.91x", regressed)]
+
+    monkeypatch.setattr(cli.session, "check_records", check_records)
+    regressed = False
+    run("check")
+    regressed = True
+    assert run("check", "--records", 1, "--points", 2, "--json", code=7)[0]["regressed"]
+    assert asked == [([16, 8], None), ([16], 2)]
+
+
+# Moving records
+
+
+def test_export_and_import_bring_records_from_one_cache_to_another(run, places, monkeypatch):
+    record_store.save_user_records([records.record(), OTHER])
+    run("export", places / "out")
+    assert load(places / "out" / "gdn_forward.sm_90a.json") == [records.record(), OTHER]
+    monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(places / "other"))
+    assert run("import", places / "out", "--json") == {"read": 2, "taken": 2}
+    assert len(kept()) == 2
+    run("export", places / "one.json", "--heads", "16:48")
+    assert load(places / "one.json") == [OTHER]
+
+
+def test_export_of_nothing_is_a_miss(run, places):
+    run("export", places / "out", code=8)
+    assert not (places / "out").exists()
+
+
+def test_import_takes_all_or_nothing(run, places):
+    save(places / "a.json", [records.record()])
+    (places / "b.json").write_text('{"schema_version": 1, "records": [{}]}')
+    assert "b.json" in run("import", places / "a.json", places / "b.json", code=6)
+    assert kept() == []
+
+
+@pytest.mark.parametrize(("prefer", "taken"), [("rigor", 0), ("newest", 1), ("ours", 0)])
+def test_import_keeps_what_is_preferred(run, places, prefer, taken):
+    record_store.save_user_records([records.record(rigor=Rigor.CONFIRMED)])
+    save(places / "a.json", [records.record(days=1)])
+    assert run("import", places / "a.json", "--prefer", prefer, "--json") == {"read": 1, "taken": taken}
+    assert [r.rigor for r in kept()] == [Rigor.RACED if taken else Rigor.CONFIRMED]
+
+
+def test_merge_and_diff(run, places):
+    save(places / "a.json", [records.record()])
+    save(places / "b.json", [records.record(rigor=Rigor.CONFIRMED), OTHER])
+    run("merge", places / "a.json", places / "b.json", "--out", places / "merged.json")
+    assert load(places / "merged.json") == [records.record(rigor=Rigor.CONFIRMED), OTHER]
+    assert [(row["kind"], row["fields"]) for row in run("diff", places / "a.json", places / "merged.json", "--json")] == [
+        ("changed", "rigor: raced -> confirmed"), ("added", ""),
+    ]
+    assert "changed" in run("diff", places / "a.json", places / "merged.json")
+    run("merge", places / "a.json", places / "missing.json", "--out", places / "x.json", code=6)
+    run("merge", places / "a.json", "--out", places / "a.json" / "x.json", code=5)
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ((), [8, 16, 48]), (("--stale",), [8, 48]), (("--below", "confirmed"), [48]), (("--all", "--heads", "2:8"), [16, 48]),
+        (("--all",), []), (("--all", "--dry-run"), [8, 16, 48]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_prune_removes_what_its_options_name(run, words, left):
+    record_store.save_user_records([
+        records.record(), records.record(problem=problem(HV=16), provenance=STALE),
+        records.record(problem=problem(H=16, HV=48), rigor=Rigor.CONFIRMED),
+    ])
+    told = run("prune", *words, "--json")
+    assert sorted(r.problem.HV for r in kept()) == left
+    assert len(told["removed"]) == (3 if told["dry_run"] else 3 - len(left))
+
+
+def test_prune_leaves_shipped_records_alone(run, places):
+    save_directory(places / "shipped", [OTHER])
+    run("prune", "--all")
+    assert [s.record for s in record_store.everything()] == [OTHER]
+
+
+# doctor
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warning", 0), ("failed", 5)])
+def test_doctor_fails_if_a_check_does(run, monkeypatch, status, code):
+    monkeypatch.setattr(cli, "examine", lambda: [Finding("nvcc", status, "not found", "install it")])
+    assert "install it" in run("doctor", code=code)
+
+
+def test_doctor_tells_of_a_damaged_record_file_and_of_a_bad_cache_directory(places, monkeypatch):
+    (places / "shipped").mkdir()
+    (places / "shipped" / "gdn_forward.sm_90a.json").write_text("{")
+    (places / "cache").mkdir()
+    (places / "cache").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(places / "home"))
+    monkeypatch.setattr(doctor, "_run", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("hangs")))
+    findings = {finding.check: finding for finding in doctor.examine()}
+    assert (findings["records"].status, findings["cache directory"].status) == ("failed", "warning")
+    assert "gdn_forward.sm_90a.json" in findings["records"].found
+    assert "can be written by others" in findings["cache directory"].found
+    assert (findings["tilelang"].status, findings["tilelang"].found) == ("failed", "TimeoutError: hangs")
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("0.1.15", "ok"), ("0.1.15.post1", "ok"), ("0.1.14", "warning"), ("0.2.0", "warning")]
+)
+def test_doctor_warns_of_versions_that_were_not_tested(monkeypatch, version, status):
+    monkeypatch.setattr(doctor.Versions, "here", lambda: Versions(tilelang=version, torch="2.13.1+cpu", cuda="13.0.88"))
+    assert doctor._versions("versions").status == status
+
+
+def test_every_verb_can_print_json():
+    for command in cli.app.registered_commands:
+        assert "as_json" in command.callback.__wrapped__.__annotations__, command.name
+
+
+def test_no_gpu_is_asked_for_a_list(run, monkeypatch):
+    monkeypatch.setattr(device, "_gpu_info", lambda index: pytest.fail("a GPU was asked"))
+    record_store.save_user_records([records.record(entries=(entry(DEFAULT, 1.0, 2.0),))])
+    assert run("show", "--json")[0]["config"] == "default"
