@@ -10,6 +10,7 @@ import enum
 import functools
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from .errors import EnvironmentUnsuitable, InputError, QLAError, RecordError, Un
 from .kernel_templates.arch import ARCHES
 from .models import model, models
 from .record_store import Stored
-from .tune import session
+from .tune import report, session
 from .tune.search_space import extents_of
 from .tuning_records import (
     FORWARD,
@@ -158,11 +159,14 @@ def tune(
     gates: Annotated[str, typer.Option("--gates", help="Gates of the timed inputs: mixed, qwen, open or closed.")] = "mixed",
     budget: Annotated[str | None, typer.Option("--budget", help="Time for the whole run: 10m, 90s, 1h30m.")] = None,
     finalists: Annotated[int, typer.Option("--finalists", min=2, help="Candidates that are raced.")] = 4,
+    report_path: Annotated[Path | None, typer.Option("--report", help="Write the session as an HTML page.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run of the same problem was stopped.")] = False,
     device: Device = 0,
     as_json: AsJson = False,
 ) -> ExitCode:
     """Find, verify and race configs, and keep the best as your records."""
+    if report_path is not None and not report_path.parent.is_dir():
+        raise InputError(f"--report must be a file in a directory that is there; got {report_path}")
     seconds = None if budget is None else parse_seconds(budget)
     captured = None if workload is None else load_workload(workload)
     if [bool(heads or dims), bool(models_ or tp), captured is not None].count(True) != 1:
@@ -190,6 +194,8 @@ def tune(
             request, on_event=on_event, on_record=lambda record: record_store.save_user_records([record]),
             resume=resume, budget_seconds=seconds,
         )
+    if report_path is not None:
+        report_path.write_text(report.html(result))
     results = [
         {
             "problem": str(of_problem.problem),
@@ -520,7 +526,7 @@ def _of_this_gpu(found: Sequence[Stored], device: int) -> list[Stored]:
 
 def _own_command() -> str:
     """The command line as it goes into records: without paths, which are this machine's."""
-    return " ".join(["qla-tune", *(Path(word).name if "/" in word else word for word in sys.argv[1:])])[:2_000]
+    return shlex.join(["qla-tune", *(Path(word).name if "/" in word else word for word in sys.argv[1:])])[:2_000]
 
 
 def _nearest(identity: Identity) -> dict[str, Any] | None:

@@ -119,6 +119,14 @@ def test_tune_by_workload_reports_the_confirmed_share(run, fake, places):
     assert fake.requests[0].problems[0].lengths == ((4096 * 64,), (64 * 64,))
 
 
+def test_tune_writes_its_report(run, fake, places, monkeypatch):
+    monkeypatch.setattr(cli.report, "html", lambda result: f"<p>{result.outcome}</p>")
+    run("tune", "--heads", "2:8", "--report", places / "out.html")
+    assert (places / "out.html").read_text() == "<p>complete</p>"
+    run("tune", "--heads", "2:8", "--report", places / "missing" / "out.html", code=2)
+    assert len(fake.requests) == 1               # before hours of work, not after
+
+
 def test_records_name_the_command_without_the_paths_of_this_machine(run, fake, places):
     (places / "counts.json").write_text('{"schema_version": 1, "calls": []}')
     run("tune", "--heads", "2:8", "--lengths", "4096")
@@ -137,8 +145,9 @@ def test_tune_exits_by_its_outcome_and_keeps_what_was_ready(run, fake, outcome, 
     "words",
     [
         (), ("--heads", "2:8", "--model", "qwen3.5-27b"), ("--tp", "2"), ("--heads", "two"), ("--heads", "3:8"),
-        ("--dims", "128:128"), ("--model", "gpt"), ("--model", "olmo-hybrid", "--tp", "4"), ("--heads", "2:8", "--budget", "soon"),
-        ("--heads", "2:8", "--dtype", "float32"), ("--heads", "2:8", "--lengths", "1+2"), ("--finalists", "1"), ("--nonsense",),
+        ("--dims", "128:128"), ("--model", "gpt"), ("--model", "olmo-hybrid", "--tp", "4"),
+        ("--heads", "2:8", "--budget", "soon"), ("--heads", "2:8", "--dtype", "float32"),
+        ("--heads", "2:8", "--lengths", "1+2"), ("--finalists", "1"), ("--nonsense",),
     ],
     ids=" ".join,
 )
