@@ -170,19 +170,18 @@ def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents 
 
 def bucket(extents: Extents) -> Extents:
     """Extents that stand for all similar ones, so that a choice can be looked up instead of made: four to an octave."""
-    return Extents(*(_rounded(value) for value in (extents.chunks, extents.longest, extents.sequences)))
+    return _bucket(extents.chunks, extents.longest, extents.sequences)
 
 
 def extents_of(inputs: CallInputs) -> Extents:
     """The sizes of a call in chunks; upper bounds where only the GPU knows the lengths of packed sequences."""
     C, T, N = inputs.facts.chunk_size, inputs.T, inputs.N
-    if not inputs.facts.varlen:
-        chunks = -(-T // C)
-        return Extents(chunks=inputs.B * chunks, longest=chunks, sequences=inputs.B)
-    if inputs.starts is None:
+    if inputs.starts is not None:
+        return _packed_extents(inputs.starts, C)
+    if inputs.facts.varlen:
         return Extents(chunks=T // C + N, longest=-(-T // C), sequences=N)
-    chunks_of = [(end - start + C - 1) // C for start, end in itertools.pairwise(inputs.starts)]
-    return Extents(chunks=max(sum(chunks_of), 1), longest=max(*chunks_of, 1), sequences=N)
+    chunks = -(-T // C)
+    return Extents(chunks=N * chunks, longest=chunks, sequences=N)
 
 
 def tune_command(facts: CallFacts, extents: Extents | None = None) -> str:
@@ -320,6 +319,18 @@ def _entry_rejection(entry: Entry, facts: CallFacts, usable: Mapping[str, Strate
         if rejection is not None:
             return Rejection(f"{name}: {rejection}")
     return None
+
+
+# Every layer of a model asks for the same sizes.
+@functools.lru_cache(maxsize=1024)
+def _bucket(chunks: int, longest: int, sequences: int) -> Extents:
+    return Extents(_rounded(chunks), _rounded(longest), _rounded(sequences))
+
+
+@functools.lru_cache(maxsize=64)
+def _packed_extents(starts: tuple[int, ...], C: int) -> Extents:
+    chunks = [(end - start + C - 1) // C for start, end in itertools.pairwise(starts)]
+    return Extents(chunks=max(sum(chunks), 1), longest=max(*chunks, 1), sequences=len(chunks))
 
 
 def _rounded(value: int) -> int:
