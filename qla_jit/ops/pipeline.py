@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import kernel_cache, select
+from .. import capture, kernel_cache, select
 from ..device import gpu_info
 from ..errors import UnsupportedError
 from ..kernel_templates.macros.sequences import slot_count
 from ..reference import L2NORM_EPS
+from ..tuning_records import Hardware
 from .inputs import CallFacts, CallInputs
+from .plan import Extents
 from .results import ForwardResult
 
 INT32_MAX = 2**31 - 1
@@ -24,20 +26,23 @@ class Kernels:
 
     strategy: str
     launch: dict[str, Callable[..., None]]
+    split: int | None                    # chunks per segment; None: whole sequences
 
 
-_ready: dict[tuple[CallFacts, select.Override], Kernels] = {}
+_ready: dict[tuple[CallFacts, select.Override, Extents], Kernels] = {}
 
 
-def kernels_for(facts: CallFacts) -> Kernels:
-    """The kernels of a call, compiled if need be. A dictionary hit from the second call on."""
-    key = (facts, select.override_in_force())
+def kernels_for(inputs: CallInputs) -> Kernels:
+    """The kernels of a call, compiled if need be. A dictionary hit from the second call of about the same size on."""
+    facts, extents = inputs.facts, select.bucket(select.extents_of(inputs))
+    key = (facts, select.override_in_force(), extents)
     kernels = _ready.get(key)
     if kernels is None:
-        dispatch = select.choose(facts, gpu_info(facts.device).arch)
+        gpu = gpu_info(facts.device)
+        dispatch = select.choose(facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
         loaded = kernel_cache.get(list(dispatch.requests.values()))
         entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
-        kernels = _ready[key] = Kernels(dispatch.strategy, entries)
+        kernels = _ready[key] = Kernels(dispatch.strategy, entries, dispatch.split)
     return kernels
 
 
@@ -49,7 +54,8 @@ def forward(inputs: CallInputs) -> ForwardResult:
             return forward(inputs)
     if inputs.B * inputs.T == 0:
         return _no_tokens(inputs)
-    kernels = kernels_for(facts)
+    kernels = kernels_for(inputs)
+    capture.note(inputs)
     return LAUNCHERS[kernels.strategy](kernels.launch, inputs)
 
 
