@@ -1,4 +1,8 @@
-"""Compile candidates, several at a time and without a GPU, and rule out by what the compiler said of them."""
+"""Compile candidates, several at a time and without a GPU, and rule out by what the compiler said of them.
+
+With QLA_JIT_MODE=require only what is built already is a candidate: a run that pays for its GPU by the minute then spends none
+of them on compiling.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any
 from .. import compiler, kernel_cache
 from ..cache_dir import writable_cache_dir
 from ..compiler import BUILD_REPORT, DEVICE_SOURCE, CompileRequest
-from ..errors import CompileError, EnvironmentUnsuitable, InvalidConfigError
+from ..errors import CompileError, EnvironmentUnsuitable, InvalidConfigError, KernelNotCachedError
 from ..launch import LoadedKernel
 from ..settings import settings
 from .search_space import Candidate, SearchSpace
@@ -79,6 +83,8 @@ def compile_all(
 def _kernel_or_failure(future: Any) -> LoadedKernel | Failure:
     try:
         return future.result()[0]
+    except KernelNotCachedError:
+        return Failure("static", "it is not built, and QLA_JIT_MODE=require forbids compiling")
     except (CompileError, InvalidConfigError) as error:
         lines = str(error.args[0]).splitlines()              # what did not compile, and the end of the compiler's log
         return Failure("compile", f"{lines[0]} {lines[-1]}" if len(lines) > 1 else lines[0])

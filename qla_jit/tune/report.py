@@ -42,8 +42,8 @@ def html(result: SessionResult) -> str:
         ("Driver", state.driver or "unknown"),
         ("Highest clocks", f"{_known(state.max_sm_mhz)} MHz SM, {_known(state.max_memory_mhz)} MHz memory"),
         ("Other processes, MIG, MPS, throttling", ", ".join(map(_known, disturbances))),
-        ("Protocol", f"{PROTOCOL}: CUDA-graph replays over inputs that hold twice the L2, all candidates of a race in turn "
-                     f"and in alternating order, {RACE_BLOCKS} blocks. A speed-up is the median over blocks of default / candidate"
+        ("Protocol", f"{PROTOCOL}: CUDA-graph replays over inputs that hold twice the L2, the candidates of a race in turn and "
+                     f"in alternating order, {RACE_BLOCKS} blocks. A speed-up is the median over blocks of default / candidate"
                      f" with its 95 % interval; an interval that touches 1 +- {TIE:.0%} is a tie, and ties go to the default"),
         ("Session", f"{result.outcome}, {result.seconds:.0f} s, written {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"),
     ]

@@ -182,13 +182,13 @@ class Tuner:
         starts = self._admit([self._space.start(strategy, first) for strategy in self._space.strategies])
         share_of_best = {start: 0.0 for start in starts}
         for batch in list(self._batches):
-            at_batch = {start: at_batch(self._space, Finalist(start), batch) for start in starts}
-            race = self._time([self._default(batch), *self._admit(list(at_batch.values()))], batch, "screen", SCREEN_BLOCKS)
+            here = {start: at_batch(self._space, Finalist(start), batch) for start in starts}
+            race = self._time([self._default(batch), *self._admit(list(here.values()))], batch, "screen", SCREEN_BLOCKS)
             if race is None:
                 continue
             self.findings.races[batch] = race
             medians = [estimate(race.timing.blocks, column).median_us for column in range(len(race.candidates))]
-            for start, candidate in at_batch.items():
+            for start, candidate in here.items():
                 if candidate in race.candidates:
                     share = min(medians) / medians[race.candidates.index(candidate)]
                     share_of_best[start] = max(share_of_best[start], share)
