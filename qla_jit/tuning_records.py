@@ -63,10 +63,10 @@ class Hardware(Model):
 class Problem(Model):
     """What a call must be for a record to fit: the facts that shape the main kernels' loops.
 
-    Left out, because they change the ends of a kernel or a small kernel of their own, and not which config wins: whether
-    there are states, their dtype and layout; dtypes of gates, betas and cu_seqlens; what is computed in the kernel from
-    logits; l2norm. A config is built for the call at hand and checked against its template again, and verification covers
-    the state variants (see Verdict.cases). `auto_cp=False` is honoured when a record is read: nothing that splits is taken.
+    Left out, because they change the ends of a kernel or a small kernel of its own, and not which config wins: whether there
+    are states, their dtype and layout; dtypes of gates, betas and cu_seqlens; what is computed in the kernel from logits;
+    l2norm. Records are made on a call with states at both ends (workload.facts_of), whose kernels hold the code of the others.
+    `auto_cp=False` is honoured when a record is read: nothing that splits is taken.
     """
 
     H: PositiveInt

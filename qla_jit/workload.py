@@ -32,13 +32,13 @@ class Target:
 
 
 def facts_of(problem: Problem, device: torch.device) -> CallFacts:
-    """The call that stands for a problem: what the problem leaves open is as in a plain training or prefill call."""
+    """The call that stands for a problem. It has states at both ends: what is verified holds the code of calls without."""
     return CallFacts(
         device=device,
         dtype=getattr(torch, problem.dtype),
         g_dtype=torch.float32,
         beta_dtype=torch.float32,
-        state_dtype=None,
+        state_dtype=torch.float32,
         A_log_dtype=None,
         dt_bias_dtype=None,
         cu_seqlens_dtype=torch.int32 if problem.varlen else None,

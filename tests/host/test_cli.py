@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import records
@@ -383,6 +385,14 @@ def test_doctor_warns_of_versions_that_were_not_tested(monkeypatch, version, sta
 def test_every_verb_can_print_json():
     for command in cli.app.registered_commands:
         assert "as_json" in command.callback.__wrapped__.__annotations__, command.name
+
+
+def test_the_documentation_has_every_verb_and_exit_code():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tuning.md").read_text()
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
+    documented = [name for row in rows if row.startswith("`") for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(documented) == sorted(command.name for command in cli.app.registered_commands)
+    assert [int(row) for row in rows if row.isdigit()] == list(cli.ExitCode)
 
 
 def test_no_gpu_is_asked_for_a_list(run, monkeypatch):
