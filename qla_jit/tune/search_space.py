@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .. import select
 from ..compiler import CompileRequest
 from ..kernel_templates.arch import Arch
 from ..ops.inputs import CallFacts
@@ -68,8 +69,8 @@ class SearchSpace:
         return self._strategy(strategy).steps(self.facts)
 
     def splits(self, strategy: str, extents: Extents) -> tuple[int | None, ...]:
-        """Chunks per segment that are worth timing, the default first."""
-        return self._strategy(strategy).splits(self.facts, extents, self.sm_count)
+        """Chunks per segment that are worth timing, the default first; for the size that stands for these, as in a call."""
+        return self._strategy(strategy).splits(self.facts, select.bucket(extents), self.sm_count)
 
     def neighbours(self, candidate: Candidate, step: str) -> list[Candidate]:
         """The candidates that differ in one knob of this step and that the template's constraints allow, in grid order."""

@@ -27,8 +27,8 @@ from .. import tuning_records
 from ..cache_dir import writable_cache_dir
 from ..errors import EnvironmentUnsuitable, QLAError
 from ..kernel_templates.arch import ARCHES, Arch
-from ..ops.inputs import CallFacts
 from ..tuning_records import Entry, Record, Versions
+from ..workload import facts_of
 from . import bench as benches
 from .bench import Ask, Bench, Machine, machine_of
 from .build import compile_all
@@ -257,18 +257,6 @@ def prebuild(
     return [outcome.detail for outcome in outcomes.values() if isinstance(outcome, Failure)]
 
 
-def typical_facts(problem: tuning_records.Problem, *, device: int = 0) -> CallFacts:
-    """The call that a record's problem is tuned for: float32 states in and out, natural-log gates, what is not in the problem
-    as models mostly have it."""
-    return CallFacts(
-        device=torch.device("cuda", device), dtype=getattr(torch, problem.dtype), g_dtype=torch.float32,
-        beta_dtype=torch.float32, state_dtype=torch.float32, A_log_dtype=None, dt_bias_dtype=None,
-        cu_seqlens_dtype=torch.int32 if problem.varlen else None, H=problem.H, HV=problem.HV, K=problem.K, V=problem.V,
-        chunk_size=problem.chunk_size, output_final_state=True, state_v_first=False, use_qk_l2norm_in_kernel=False,
-        use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, use_gate_in_kernel=False, auto_cp=True,
-    )
-
-
 @contextlib.contextmanager
 def _opened(
     open_machine: Callable[[], AbstractContextManager[Ask]], device: int, on_event: OnEvent
@@ -329,7 +317,7 @@ def _of_record(record: Record, machine: Machine, device: int) -> tuple[TuneProbl
     here = tuning_records.Hardware(arch=machine.arch, sm_count=machine.sm_count, l2_bytes=machine.l2_bytes)
     if record.hardware != here:
         raise EnvironmentUnsuitable(f"expected records for this GPU, {here}; got one for {record.hardware}")
-    facts = typical_facts(record.problem, device=device)
+    facts = facts_of(record.problem, torch.device("cuda", device))
     lengths = tuple(lengths_of(point.extents, facts.chunk_size) for point in record.points)
     return TuneProblem(facts, lengths, record.points[0].gates), SearchSpace(facts, ARCHES[machine.arch], machine.sm_count)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .. import select
 from ..errors import EnvironmentUnsuitable, VerificationError
 from ..ops.inputs import CallFacts
 from ..ops.plan import Extents
@@ -65,6 +66,11 @@ class Batch:
 
     lengths: tuple[int, ...]
     extents: Extents
+
+    @property
+    def bucket(self) -> Extents:
+        """The size that a call of these extents is looked up with."""
+        return select.bucket(self.extents)
 
 
 @dataclass(frozen=True)
@@ -235,11 +241,11 @@ class Tuner:
             times = []
             for batch in list(self._batches):
                 splits = self._space.splits(finalist.candidate.strategy, batch.extents)
-                tried = [split for split in splits if split == splits[0] or is_reachable(split, batch.extents)]
+                tried = [split for split in splits if split == splits[0] or is_reachable(split, batch.bucket)]
                 admitted = self._admit([finalist.candidate.with_split(split) for split in tried])
                 race = self._time(admitted, batch, "split", SCREEN_BLOCKS) if admitted and self._share_left() > 0 else None
                 if race is not None:
-                    times.append(SplitTimes(batch.extents, {
+                    times.append(SplitTimes(batch.bucket, {
                         candidate.split: estimate(race.timing.blocks, column).median_us
                         for column, candidate in enumerate(race.candidates)
                     }))
@@ -403,7 +409,7 @@ def at_batch(space: SearchSpace, finalist: Finalist, batch: Batch) -> Candidate:
     splits = space.splits(finalist.candidate.strategy, batch.extents)
     if finalist.rule is None:
         return finalist.candidate.with_split(splits[0])
-    ruled = finalist.rule.split(HV=space.facts.HV, extents=batch.extents, sm_count=space.sm_count)
+    ruled = finalist.rule.split(HV=space.facts.HV, extents=batch.bucket, sm_count=space.sm_count)
     return finalist.candidate.with_split(ruled if ruled in splits else splits[0])
 
 
