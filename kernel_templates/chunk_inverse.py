@@ -50,7 +50,7 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
     C, group = problem.C, problem.HV // problem.H
     return (
         # First the tile of K, 64 columns a panel, and when N has been formed from it, one tile of Ab for each warp: together
-        # they would leave room for four blocks on an SM, not five.
+        # they would leave room for three blocks on an SM, not five.
         Buffer("panels", (max(key_panels(problem), min(WARPS, group)), C, C), problem.dtype),
         Buffer("products", (PRODUCTS_FLOATS,), "float32"),
         Buffer("strength", (group, C), "float32"),
