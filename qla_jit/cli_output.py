@@ -168,7 +168,7 @@ def describe_considered(considered: Considered) -> dict[str, Any]:
 
 
 def _told_extents(extents: Mapping[str, int]) -> str:
-    return f"{extents['chunks']} chunks in {extents['sequences']} sequences, the longest {extents['longest']}"
+    return ", ".join(f"{name} {value}" for name, value in extents.items())
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Literal
 
 from . import compiler, record_store
 from .cache_dir import cache_dirs, refusal
-from .settings import settings
+from .settings import VARIABLES, settings
 from .tuning_records import Versions
 
 SECONDS = 120                            # for each process that is asked
@@ -59,8 +59,8 @@ def examine() -> list[Finding]:
 
 
 def _settings(name: str) -> Finding:
-    there = sorted(variable for variable in os.environ if variable.startswith("QLA_JIT_"))
     settings()                           # raises, and names the variable and what it expects
+    there = [variable.name for variable in VARIABLES if variable.name in os.environ]
     return Finding(name, "ok", ", ".join(there) or "none is set")
 
 
