@@ -24,8 +24,8 @@ from .measure import MIN_BLOCKS, Block, Clock, sound
 from .search_space import Candidate, SearchSpace
 from .worker import Failure, Worker
 
-# Seconds that an answer may take. The first one includes the start of a process with PyTorch, and the oracle of each case.
-PATIENCE = 120.0
+# Seconds that an answer may take; the start of a process with PyTorch and a CUDA context comes on top.
+PATIENCE, START = 60.0, 120.0
 
 
 class Ask(Protocol):
@@ -159,7 +159,7 @@ def gpu() -> Iterator[Ask]:
         def ask(question: dict[str, Any], *, on_kernel: Callable[[int, int], None]) -> Any:
             if question["do"] == "build":
                 return answer_build(question, on_kernel=on_kernel)
-            return worker.ask(question, seconds=PATIENCE)
+            return worker.ask(question, seconds=PATIENCE if worker.is_running else START + PATIENCE)
 
         yield ask
 

@@ -100,12 +100,13 @@ def _curves(result: ProblemResult) -> str:
 
 
 def _splits(result: ProblemResult) -> str:
-    """What each segment length took, and the constant that the rule got."""
-    parts = []
+    """What each segment length took, and the constant that the rule got, by strategy."""
+    parts, shown = [], set()
     for finalist in result.findings.finalists:
-        times = result.findings.split_times.get(finalist.candidate, [])
-        if not times or finalist.rule is None:
+        times = result.findings.split_times.get(finalist.candidate.strategy, [])
+        if not times or finalist.rule is None or finalist.candidate.strategy in shown:
             continue
+        shown.add(finalist.candidate.strategy)
         lengths = sorted({split for point in times for split in point.us}, key=lambda split: math.inf if split is None else split)
         rows = []
         for point in times:
@@ -115,9 +116,9 @@ def _splits(result: ProblemResult) -> str:
         facts = result.problem.facts
         example = unit(facts.HV, times[0].extents, result.space.sm_count)
         parts.append(_table(
-            f"Segment lengths of {escape(_name(result, finalist))}, µs. Segments have 2**round(log2(λ sqrt(HV · chunks / SMs))) "
-            f"chunks with λ from {low:.3g} to {high:.3g}; at the first batch the root is {example:.3g}. One λ for all batches "
-            f"costs at most {finalist.rule.regret:.1%} against the best length of each.",
+            f"Segment lengths of {escape(finalist.candidate.strategy)}, µs. Segments have "
+            f"2**round(log2(λ sqrt(HV · chunks / SMs))) chunks with λ from {low:.3g} to {high:.3g}; at the first batch the root "
+            f"is {example:.3g}. One λ for all batches costs at most {finalist.rule.regret:.1%} against the best length of each.",
             ["Batch", *("whole" if split is None else f"{split} chunks" for split in lengths)], rows,
         ))
     return "\n".join(parts)

@@ -25,7 +25,7 @@ import torch
 
 from .. import tuning_records
 from ..cache_dir import writable_cache_dir
-from ..errors import EnvironmentUnsuitable, QLAError
+from ..errors import EnvironmentUnsuitable, QLAError, VerificationError
 from ..kernel_templates.arch import ARCHES, Arch
 from ..tuning_records import Entry, Record, Versions
 from ..workload import facts_of
@@ -172,6 +172,8 @@ class _Session:
             outcome, reason = "interrupted", "Ctrl-C"
         except QLAError as error:
             outcome, reason = "failed", str(error)
+            if isinstance(error, VerificationError):
+                tuner.findings.races.clear()             # times of a default that is wrong are worth nothing
         if outcome == "complete" and share_left() <= 0:
             outcome, reason = "budget spent", f"{seconds:.0f} s are spent"
         record = record_of(problem, space, machine, tuner.findings, command=self.request.command)

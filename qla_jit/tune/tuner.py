@@ -3,8 +3,8 @@
     admit      build, drop what is the same code, verify on a first case     every candidate, before it is timed
     screen     the strategies' defaults at every point                       drops strategies that are far behind everywhere
     descend    search.py, at the points where a strategy is strong           few blocks, moves only beyond doubt
-    split      the segment lengths of each finalist at every point           gives the constant of its split rule
-    verify     all cases, for each split in use
+    split      the segment lengths at every point, with a strategy's best    gives the constant of its split rule
+    verify     all cases                                                     what fails here does not race
     race       the default and the finalists side by side at every point     many blocks
     confirm    the winners against the default once more
 
@@ -13,6 +13,7 @@ What is known is whole after each step, so a tuner may be stopped at any: findin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -110,7 +111,7 @@ class Findings:
 
     finalists: list[Finalist] = field(default_factory=list)              # the default first
     races: dict[Batch, Race] = field(default_factory=dict)
-    split_times: dict[Candidate, list[SplitTimes]] = field(default_factory=dict)
+    split_times: dict[str, list[SplitTimes]] = field(default_factory=dict)       # by strategy
     trials: list[Trial] = field(default_factory=list)
     null_test: Estimate | None = None
     rigor: Rigor = Rigor.SCREENED
@@ -132,6 +133,7 @@ class Tuner:
             by_extents.setdefault(extents_of(lengths, space.facts.chunk_size), lengths)
         self._batches = [Batch(lengths, extents) for extents, lengths in by_extents.items() if extents.chunks]
         self._admitted: dict[Candidate, bool] = {}
+        self._leaders: dict[str, Candidate] = {}             # the best configs of each strategy, as the search found them
         self._by_source: dict[tuple[str, int | None], Candidate] = {}
         bench.on_kernel = lambda done, total: self._tell("compile", f"{done} of {total} kernels", done, total)
 
@@ -232,43 +234,53 @@ class Tuner:
                 continue                 # the default itself; with another split it is another candidate
             by_configs.setdefault((candidate.strategy, candidate.configs), candidate)
         challengers = list(by_configs.values())[: self._most_finalists - 1]
+        for candidate in challengers:
+            self._leaders.setdefault(candidate.strategy, candidate)
         self.findings.finalists = [default, *(Finalist(c) for c in sorted(challengers, key=self._space.rank))]
 
     def _find_split_rules(self) -> None:
-        for finalist in self.findings.finalists[1:]:
-            if len(self._all_splits(finalist.candidate.strategy)) < 2:
+        """One rule for each strategy that splits: the best segment hardly depends on the other knobs."""
+        for strategy, leader in self._leaders.items():
+            if len(self._all_splits(strategy)) < 2:
                 continue
             times = []
             for batch in list(self._batches):
-                splits = self._space.splits(finalist.candidate.strategy, batch.extents)
+                splits = self._space.splits(strategy, batch.extents)
                 tried = [split for split in splits if split == splits[0] or is_reachable(split, batch.bucket)]
-                admitted = self._admit([finalist.candidate.with_split(split) for split in tried])
+                admitted = self._admit([leader.with_split(split) for split in tried])
                 race = self._time(admitted, batch, "split", SCREEN_BLOCKS) if admitted and self._share_left() > 0 else None
                 if race is not None:
                     times.append(SplitTimes(batch.bucket, {
                         candidate.split: estimate(race.timing.blocks, column).median_us
                         for column, candidate in enumerate(race.candidates)
                     }))
-            finalist.rule = split_rule(times, HV=self._space.facts.HV, sm_count=self._space.sm_count) or WHOLE
-            self.findings.split_times[finalist.candidate] = times
+            self.findings.split_times[strategy] = times
+            rule = split_rule(times, HV=self._space.facts.HV, sm_count=self._space.sm_count) or WHOLE
+            for finalist in self.findings.finalists[1:]:
+                if finalist.candidate.strategy == strategy:
+                    finalist.rule = rule
 
     def _verify_finalists(self) -> None:
-        """All cases, for each split in use; who fails is out."""
+        """All cases with the most and the fewest segments in use, the first case with those in between; who fails is out."""
         reference = self._reference()
-        admitted = []
+        passed = []
         for number, finalist in enumerate(self.findings.finalists):
             self._tell("verify", self._space.label(finalist.candidate), number + 1, len(self.findings.finalists))
-            in_use = dict.fromkeys(at_batch(self._space, finalist, batch) for batch in self._batches)
-            verdicts = [self._bench.verify(self._space, candidate, reference=reference, full=True) for candidate in in_use]
-            failures = [(c, v) for c, v in zip(in_use, verdicts, strict=True) if isinstance(v, Failure)]
-            for candidate, failure in failures:
-                self._reject(candidate, "verify", failure)
-            if failures and finalist is self.findings.finalists[0]:
-                raise VerificationError(f"{self._problem}: the default does not pass all checks: {failures[0][1].detail}")
-            if not failures:
-                finalist.verdict = max(verdicts, key=lambda v: max(error.over_reference for error in v.errors.values()))
-                admitted.append(finalist)
-        self.findings.finalists = admitted
+            in_use = {at_batch(self._space, finalist, batch) for batch in self._batches}
+            by_segments = sorted(in_use, key=lambda candidate: math.inf if candidate.split is None else candidate.split)
+            if len(self._admit(by_segments)) == len(by_segments):
+                extremes = dict.fromkeys([by_segments[0], by_segments[-1]])
+                verdicts = [self._bench.verify(self._space, candidate, reference=reference, full=True) for candidate in extremes]
+                failures = [(c, v) for c, v in zip(extremes, verdicts, strict=True) if isinstance(v, Failure)]
+                for candidate, failure in failures:
+                    self._reject(candidate, "verify", failure)
+                if not failures:
+                    finalist.verdict = verdicts[0]
+                    passed.append(finalist)
+            if not passed:
+                detail = self.findings.trials[-1].failure.detail
+                raise VerificationError(f"{self._problem}: the default does not pass all checks: {detail}")
+        self.findings.finalists = passed
 
     def _race(self) -> None:
         screened, self.findings.races = self.findings.races, {}

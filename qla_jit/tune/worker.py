@@ -85,6 +85,10 @@ class Worker:
             return Failure(**answer["failure"])
         return answer["answer"]
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def stop(self) -> None:
         """Kill the process, if there is one."""
         if self._process is None:
@@ -98,7 +102,7 @@ class Worker:
         self._process = None
 
     def _start(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self.is_running:
             return
         self.stop()
         self._unread = b""
