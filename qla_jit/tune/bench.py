@@ -146,7 +146,7 @@ def machine_of(ask: Ask, device: int) -> Machine:
     """
     answer = ask({"do": "describe", "device": device}, on_kernel=lambda done, total: None)
     if isinstance(answer, Failure):
-        raise EnvironmentUnsuitable(f"cuda:{device} cannot be used ({answer.reason}): {answer.detail}")
+        raise EnvironmentUnsuitable(f"cuda:{device} cannot be used: {answer.detail}")
     state = GpuState(**answer["state"] | {"other_processes": _tuple(answer["state"]["other_processes"])})
     return Machine(**answer | {"state": state})
 

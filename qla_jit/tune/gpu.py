@@ -15,6 +15,7 @@ import torch
 
 from .. import select
 from ..device import gpu_info
+from ..errors import EnvironmentUnsuitable
 from ..ops import pipeline
 from ..ops.inputs import CallFacts, CallInputs
 from ..ops.results import ForwardResult
@@ -38,6 +39,8 @@ def handle(question: dict[str, Any]) -> Any:
 
 def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     """The GPU {"device": index}: what it is, and the state that it is in."""
+    if not torch.cuda.is_available():
+        raise EnvironmentUnsuitable("PyTorch sees no CUDA GPU; tune on the machine that will run the kernels, or one like it")
     device = torch.device("cuda", question["device"])
     torch.ones(1, device=device)         # a context, so that this process is among those that NVML lists
     gpu, properties = gpu_info(device), torch.cuda.get_device_properties(device)
@@ -131,8 +134,6 @@ def _runner(candidate: Candidate) -> Callable[[CallInputs], ForwardResult]:
 
 
 def _captured(calls: Sequence[Callable[[], Any]], pool: Any) -> torch.cuda.CUDAGraph:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()             # what eager calls left would not be found by a capture that runs short
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         for call in calls:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qla_jit.device import GpuInfo
+from qla_jit.errors import EnvironmentUnsuitable
 from qla_jit.kernel_templates.arch import SM90A
 from qla_jit.ops import fallback
 from qla_jit.ops.results import ForwardResult
@@ -15,6 +16,7 @@ from qla_jit.tune.gpu_state import GpuState, Nvml
 from qla_jit.tune.inputs import call_bytes, facts_to_json
 from qla_jit.tune.measure import Clock
 from qla_jit.tune.search_space import SearchSpace
+from qla_jit.tune.session import TuneProblem, TuneRequest, tune
 
 GIB = 2**30
 FACTS = planted.facts(H=1, HV=2)._replace(device=torch.device("cpu"), K=16, V=16, chunk_size=16)
@@ -136,3 +138,11 @@ def test_a_machine_without_the_management_library_knows_nothing(monkeypatch):
     nvml = Nvml("GPU-0")
     assert nvml.clock() == Clock(None, None)
     assert nvml.state() == GpuState()
+
+
+def test_without_a_gpu_a_session_says_so(strategies):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    request = TuneRequest((TuneProblem(planted.facts(), ((2048,),)),))
+    with pytest.raises(EnvironmentUnsuitable, match="cuda:0 cannot be used: EnvironmentUnsuitable: PyTorch sees no CUDA GPU"):
+        tune(request)
