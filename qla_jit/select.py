@@ -130,7 +130,7 @@ def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, ex
         if answer is None:
             _tell_untuned(facts, extents, hardware)
     if answer is None or answer.says_default:
-        strategy, configs, split_rule = _preferred(usable, arch), {}, None
+        strategy, configs, split_rule = _preferred(usable, facts, arch, hardware, extents), {}, None
     else:
         assert answer.chosen is not None, "consider() was asked for one that chose"
         entry = answer.chosen.entry
@@ -219,9 +219,14 @@ def override_in_force() -> Override:
     return _override
 
 
-def _preferred(usable: Mapping[str, Strategy], arch: Arch) -> Strategy:
+def _preferred(
+    usable: Mapping[str, Strategy], facts: CallFacts, arch: Arch, hardware: Hardware | None, extents: Extents | None
+) -> Strategy:
     if _override.strategy is None:
-        return list(usable.values())[-1]
+        # Sizes as large as can be stand for no sizes: whole sequences fill any GPU.
+        sizes = extents or Extents(chunks=2**20, longest=1, sequences=2**20)
+        sm_count = 1 if hardware is None else hardware.sm_count
+        return [strategy for strategy in usable.values() if strategy.suits(facts, sizes, sm_count)][-1]
     if _override.strategy in usable:
         return usable[_override.strategy]
     rejection = Rejection(f"strategy {_override.strategy} does not serve this call on {arch.name}; {', '.join(usable)} would")

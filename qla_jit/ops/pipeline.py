@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ import torch
 from .. import capture, kernel_cache, select
 from ..device import gpu_info
 from ..errors import UnsupportedError
+from ..kernel_templates.macros.register_roles import ROWS
+from ..kernel_templates.macros.segments import place_count
 from ..kernel_templates.macros.sequences import slot_count
 from ..reference import L2NORM_EPS
 from ..tuning_records import Hardware
@@ -56,11 +59,11 @@ def forward(inputs: CallInputs) -> ForwardResult:
         return _no_tokens(inputs)
     kernels = kernels_for(inputs)
     capture.note(inputs)
-    return LAUNCHERS[kernels.strategy](kernels.launch, inputs)
+    return LAUNCHERS[kernels.strategy](kernels, inputs)
 
 
-def _chunked(launch: dict[str, Callable[..., None]], inputs: CallInputs) -> ForwardResult:
-    facts = inputs.facts
+def _chunked(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
+    facts, launch = inputs.facts, kernels.launch
     HV, K, V, C, dtype = facts.HV, facts.K, facts.V, facts.chunk_size, facts.dtype
     slots = _slots(inputs)
     cu_seqlens = inputs.cu_seqlens
@@ -79,7 +82,80 @@ def _chunked(launch: dict[str, Callable[..., None]], inputs: CallInputs) -> Forw
     return ForwardResult(o, final_state, g_sum, A)
 
 
-LAUNCHERS = {"chunked": _chunked}
+def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
+    q, k = _prepared_keys(kernels.launch, inputs)
+    v = _aligned(inputs.v)
+    slots = _slots(inputs)
+    Ab = _inverses(kernels.launch, inputs, k, slots)
+    initial_state, final_state = _states(inputs)
+    o = _rest_of_forward(kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, places=inputs.N, chunks_per_segment=0)
+    return ForwardResult(o, final_state)
+
+
+def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
+    facts, launch = inputs.facts, kernels.launch
+    HV, K, V, device = facts.HV, facts.K, facts.V, facts.device
+    q, k = _prepared_keys(launch, inputs)
+    v = _aligned(inputs.v)
+    slots = _slots(inputs)
+    L = slots if kernels.split is None else kernels.split        # one segment for every sequence, or as chosen
+    places = place_count(slots, inputs.N, L)
+    cu_seqlens = inputs.cu_seqlens
+    A_log, dt_bias = _gate_parameters(inputs)
+
+    Ab = _inverses(launch, inputs, k, slots)
+    warm_chunks = torch.empty(places, HV, dtype=torch.int32, device=device)
+    launch["segment_plan"](inputs.g, A_log, dt_bias, cu_seqlens, warm_chunks, L)
+    transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=device)
+    # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
+    items = places * HV * (V // ROWS + 1)
+    launch["segment_scan"](k, v, Ab, inputs.g, A_log, dt_bias, cu_seqlens, warm_chunks, transfers, L, items)
+    initial_state, final_state = _states(inputs)
+    states = torch.empty(places, HV, V, K, dtype=torch.float32, device=device)
+    launch["segment_states"](transfers, warm_chunks, cu_seqlens, initial_state, states, L, inputs.T, inputs.N)
+    o = _rest_of_forward(launch, inputs, q, k, v, Ab, states, final_state, places=places, chunks_per_segment=L)
+    return ForwardResult(o, final_state)
+
+
+LAUNCHERS = {"chunked": _chunked, "fused": _fused, "split": _split}
+
+
+def _inverses(launch: dict[str, Callable[..., None]], inputs: CallInputs, k: torch.Tensor, slots: int) -> torch.Tensor:
+    """The inverse of each chunk without gates, [slots, HV, C, C]."""
+    facts = inputs.facts
+    Ab = torch.empty(slots, facts.HV, facts.chunk_size, facts.chunk_size, dtype=facts.dtype, device=facts.device)
+    launch["chunk_inverse"](k, inputs.beta, inputs.cu_seqlens, Ab)
+    return Ab
+
+
+def _rest_of_forward(
+    launch: dict[str, Callable[..., None]],
+    inputs: CallInputs,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    Ab: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    *,
+    places: int,
+    chunks_per_segment: int,
+) -> torch.Tensor:
+    """o, and the final state where there is room for it."""
+    A_log, dt_bias = _gate_parameters(inputs)
+    o = torch.empty_like(v)
+    scale = abs(inputs.scale)            # the kernel works with its logarithm
+    blocks = _blocks(inputs, places * inputs.facts.HV * (inputs.facts.V // ROWS))
+    launch["register_state_forward"](
+        q, k, v, Ab, inputs.g, A_log, dt_bias, inputs.cu_seqlens, initial_state, o, final_state,
+        scale, math.log2(scale) if scale else -math.inf, chunks_per_segment, blocks,
+    )  # fmt: skip
+    return o.neg_() if inputs.scale < 0 else o
+
+
+def _blocks(inputs: CallInputs, items: int) -> int:
+    """Blocks of a persistent kernel: each takes every blocks-th item."""
+    return min(items, gpu_info(inputs.facts.device).sm_count)
 
 
 def _slots(inputs: CallInputs) -> int:
@@ -111,10 +187,14 @@ def _prepared_gates(
     """g_sum and beta, chunk-indexed [slots, HV, C] in float32."""
     facts = inputs.facts
     g_sum, beta = torch.empty(2, slots, facts.HV, facts.chunk_size, dtype=torch.float32, device=facts.device).unbind()
-    A_log = None if inputs.A_log is None else inputs.A_log.float()
-    dt_bias = None if inputs.dt_bias is None else inputs.dt_bias.float()
+    A_log, dt_bias = _gate_parameters(inputs)
     launch["gate_cumsum"](inputs.g, inputs.beta, A_log, dt_bias, inputs.cu_seqlens, g_sum, beta)
     return g_sum, beta
+
+
+def _gate_parameters(inputs: CallInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    A_log, dt_bias = inputs.A_log, inputs.dt_bias
+    return None if A_log is None else A_log.float(), None if dt_bias is None else dt_bias.float()
 
 
 def _states(inputs: CallInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,22 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from ..kernel_templates import chunk_output, gate_cumsum, l2norm, state_scan, triangular_solve
+from ..kernel_templates import (
+    chunk_inverse,
+    chunk_output,
+    gate_cumsum,
+    l2norm,
+    register_state_forward,
+    segment_plan,
+    segment_scan,
+    segment_states,
+    state_scan,
+    triangular_solve,
+)
 from ..kernel_templates.arch import Arch
 from ..kernel_templates.contract import Rejection, Template
 from .inputs import CallFacts
+from .splits import SEGMENTS, best_split
 
 KEY_DIMS = (64, 96, 128, 192, 256)
 VALUE_DIMS = (64, 96, 128, 192, 256, 512)
@@ -57,6 +70,8 @@ class Strategy:
     steps: Callable[[CallFacts], dict[str, Step]]                # its kernels by name, in launch order
     # Chunks per segment that are worth trying, None for whole sequences; the first is the default.
     splits: Callable[[CallFacts, Extents, int], tuple[int | None, ...]] = whole_sequences
+    # Whether it is the better choice for these sizes on so many SMs, as far as is known without tuning.
+    suits: Callable[[CallFacts, Extents, int], bool] = lambda facts, extents, sm_count: True
 
 
 def strategies_for(facts: CallFacts, arch: Arch) -> list[Strategy]:
@@ -82,38 +97,104 @@ def covers_head_dims(facts: CallFacts, arch: Arch) -> Rejection | None:
     return None
 
 
-def prepare_steps(facts: CallFacts) -> dict[str, Step]:
-    """What every strategy begins with: unit rows if asked for, and the gates of each chunk."""
-    steps = {}
-    if facts.use_qk_l2norm_in_kernel:
-        steps["l2norm"] = Step(l2norm.TEMPLATE, l2norm.Problem(K=facts.K, dtype=_NAMES[facts.dtype]))
-    steps["gate_cumsum"] = Step(
-        gate_cumsum.TEMPLATE,
-        gate_cumsum.Problem(
-            HV=facts.HV,
-            C=facts.chunk_size,
-            gate_dtype=_NAMES[facts.g_dtype],
-            beta_dtype=_NAMES[facts.beta_dtype],
-            **packing(facts),
-            gate_in_kernel=facts.use_gate_in_kernel,
-            has_dt_bias=facts.dt_bias_dtype is not None,
-            beta_sigmoid=facts.use_beta_sigmoid_in_kernel,
-            negative_eigenvalues=facts.allow_neg_eigval,
-        ),
-    )
-    return steps
+def unit_row_steps(facts: CallFacts) -> dict[str, Step]:
+    if not facts.use_qk_l2norm_in_kernel:
+        return {}
+    return {"l2norm": Step(l2norm.TEMPLATE, l2norm.Problem(K=facts.K, dtype=_NAMES[facts.dtype]))}
 
 
 def chunked_steps(facts: CallFacts) -> dict[str, Step]:
     """Every intermediate in memory: gates -> solve -> state scan -> chunk output."""
     heads = dict(H=facts.H, HV=facts.HV, K=facts.K)
     chunks = dict(C=facts.chunk_size, dtype=_NAMES[facts.dtype], **packing(facts))
+    gates = gate_cumsum.Problem(
+        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strength_sources(facts)
+    )
     scan = state_scan.Problem(**heads, **chunks, V=facts.V, **states(facts))
-    return prepare_steps(facts) | {
+    return unit_row_steps(facts) | {
+        "gate_cumsum": Step(gate_cumsum.TEMPLATE, gates),
         "triangular_solve": Step(triangular_solve.TEMPLATE, triangular_solve.Problem(**heads, **chunks)),
         "state_scan": Step(state_scan.TEMPLATE, scan),
         "chunk_output": Step(chunk_output.TEMPLATE, chunk_output.Problem(**heads, **chunks, V=facts.V)),
     }
+
+
+def fused_steps(facts: CallFacts) -> dict[str, Step]:
+    """The inverse of each chunk, then everything else in one kernel that keeps the state in registers."""
+    heads = dict(H=facts.H, HV=facts.HV, K=facts.K)
+    chunks = dict(C=facts.chunk_size, dtype=_NAMES[facts.dtype], **packing(facts))
+    inverse = chunk_inverse.Problem(**heads, **chunks, **strength_sources(facts))
+    rest = register_state_forward.Problem(**heads, **chunks, V=facts.V, **states(facts), **gate_sources(facts))
+    return unit_row_steps(facts) | {
+        "chunk_inverse": Step(chunk_inverse.TEMPLATE, inverse),
+        "register_state_forward": Step(register_state_forward.TEMPLATE, rest),
+    }
+
+
+def split_steps(facts: CallFacts) -> dict[str, Step]:
+    """As fused, with long sequences cut into segments that are computed side by side."""
+    plan = segment_plan.Problem(HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts))
+    scan = segment_scan.Problem(
+        H=facts.H, HV=facts.HV, K=facts.K, V=facts.V, C=facts.chunk_size, dtype=_NAMES[facts.dtype],
+        **packing(facts), **gate_sources(facts),
+    )  # fmt: skip
+    given = states(facts)
+    boundaries = segment_states.Problem(
+        HV=facts.HV, K=facts.K, V=facts.V, C=facts.chunk_size, **packing(facts),
+        initial_state_dtype=given["initial_state_dtype"], state_v_first=facts.state_v_first,
+    )  # fmt: skip
+    steps = fused_steps(facts)
+    rest = steps.pop("register_state_forward")
+    return steps | {
+        "segment_plan": Step(segment_plan.TEMPLATE, plan),
+        "segment_scan": Step(segment_scan.TEMPLATE, scan),
+        "segment_states": Step(segment_states.TEMPLATE, boundaries),
+        "register_state_forward": Step(rest.template, dataclasses.replace(rest.problem, initial_state_dtype=None, split=True)),
+    }
+
+
+def segment_lengths(facts: CallFacts, extents: Extents, sm_count: int) -> tuple[int | None, ...]:
+    best = _best_split(facts, extents, sm_count)
+    return tuple(dict.fromkeys((best, *(L for L in SEGMENTS if extents.longest > L), None)))
+
+
+def split_pays(facts: CallFacts, extents: Extents, sm_count: int) -> bool:
+    return facts.auto_cp and _best_split(facts, extents, sm_count) is not None
+
+
+def _best_split(facts: CallFacts, extents: Extents, sm_count: int) -> int | None:
+    rows = facts.HV * -(-facts.V // register_state_forward.ROWS)
+    return best_split(rows, extents.longest, extents.chunks, extents.sequences, sm_count)
+
+
+def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[CallFacts, Arch], Rejection | None]:
+    """A strategy serves a call if each of its templates does, with its default config."""
+
+    def rejection(facts: CallFacts, arch: Arch) -> Rejection | None:
+        for step in steps(facts).values():
+            config = step.template.default_config(step.problem, arch)
+            reason = step.template.rejection(step.problem, config, arch)
+            if reason is not None:
+                return reason
+        return None
+
+    return rejection
+
+
+def gate_sources(facts: CallFacts) -> dict[str, Any]:
+    return dict(
+        gate_dtype=_NAMES[facts.g_dtype],
+        gate_in_kernel=facts.use_gate_in_kernel,
+        has_dt_bias=facts.dt_bias_dtype is not None,
+    )
+
+
+def strength_sources(facts: CallFacts) -> dict[str, Any]:
+    return dict(
+        beta_dtype=_NAMES[facts.beta_dtype],
+        beta_sigmoid=facts.use_beta_sigmoid_in_kernel,
+        negative_eigenvalues=facts.allow_neg_eigval,
+    )
 
 
 def packing(facts: CallFacts) -> dict[str, Any]:
@@ -128,8 +209,12 @@ def states(facts: CallFacts) -> dict[str, Any]:
     )
 
 
-# In the order in which they are preferred when nothing was tuned: the last that serves the call.
+# In the order in which they are preferred when nothing was tuned: the last that serves the call and suits its sizes.
 STRATEGIES = {
     strategy.name: strategy
-    for strategy in (Strategy("chunked", covers_head_dims, chunked_steps),)
+    for strategy in (
+        Strategy("chunked", covers_head_dims, chunked_steps),
+        Strategy("fused", templates_cover(fused_steps), fused_steps),
+        Strategy("split", templates_cover(split_steps), split_steps, segment_lengths, split_pays),
+    )
 }

@@ -1,0 +1,119 @@
+"""How much of each segment must be scanned: the chunks at its end that its gates have not forgotten, per value head.
+
+    warm_chunks[place, head] = fewest chunks at the end of the segment whose log decays sum to below THRESHOLD
+                             = -1 if the whole segment decays by less: then its transfer matrix is needed too
+
+The neglected part of the state is at most exp(THRESHOLD) of it, because the delta rule without gates is a contraction for
+unit keys and strengths in [0, 2]. One block per place and 32 heads: lanes are heads, warps are chunks.
+"""
+
+from dataclasses import dataclass
+
+from .arch import ARCHES, Arch
+from .contract import Buffer, Role, Template, knob
+from .language import T
+from .macros.gates import RESET
+from .macros.segments import locate_segment
+
+# exp(-10) = 4.5e-5 of the state, against the 3e-3 by which bf16 operands round it.
+THRESHOLD = -10.0
+HEADS = 32
+
+
+@dataclass(frozen=True)
+class Problem:
+    HV: int
+    C: int
+    gate_dtype: str
+    packed: bool
+    index_dtype: str
+    gate_in_kernel: bool
+    has_dt_bias: bool
+
+
+@dataclass(frozen=True)
+class Config:
+    warps: int = knob(4, 8, 16, why="chunks that are summed side by side")
+
+
+def arguments(problem: Problem) -> tuple[str, ...]:
+    return ("g", "A_log", "dt_bias", "cu_seqlens", "warm_chunks", "chunks_per_segment")
+
+
+def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
+    return (Buffer("sums", (config.warps, HEADS), "float32"),)
+
+
+def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
+    return (Role("all", HEADS * config.warps, registers=32),)
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    return Config(warps=16)
+
+
+def build(problem: Problem, config: Config):
+    HV, C, warps = problem.HV, problem.C, config.warps
+    B, tokens, bounds, places = (T.dynamic(name) for name in ("B", "tokens", "bounds", "places"))
+    N = bounds - 1 if problem.packed else B
+
+    @T.prim_func
+    def segment_plan(
+        g: T.Tensor((B, tokens, HV), problem.gate_dtype),
+        A_log: T.Tensor((HV,), "float32"),
+        dt_bias: T.Tensor((HV,), "float32"),
+        cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
+        warm_chunks: T.Tensor((places, HV), "int32"),
+        chunks_per_segment: T.int32,
+    ):
+        with T.Kernel(places, T.ceildiv(HV, HEADS), threads=HEADS * warps) as (place, head_block):
+            sums = T.alloc_shared((warps, HEADS), "float32")
+            thread = T.get_thread_binding()
+            lane = thread % HEADS
+            warp = thread // HEADS
+            head = head_block * HEADS + lane
+            total = T.alloc_var("float32")
+            chunk = T.alloc_var("float32")
+            gate = T.alloc_var("float32")
+            found = T.alloc_var("int32")
+            _n, row, first, length, _slot, segment, last = locate_segment(
+                problem.packed, cu_seqlens, N, tokens, place, C, chunks_per_segment
+            )
+            if length > 0 and segment < last:
+                total = 0.0
+                found = -1
+                for turn in T.serial(T.ceildiv(chunks_per_segment, warps)):
+                    chunk = 0.0
+                    if head < HV and turn * warps + warp < chunks_per_segment:
+                        for i in T.unroll(C):
+                            gate = T.cast(g[row, first + (chunks_per_segment - 1 - turn * warps - warp) * C + i, head], "float32")
+                            if problem.gate_in_kernel:
+                                if problem.has_dt_bias:
+                                    gate = gate + dt_bias[head]
+                                gate = -T.exp(A_log[head]) * T.if_then_else(gate > 20.0, gate, T.log1p(T.exp(gate)))
+                            chunk = chunk + T.if_then_else(gate < RESET, RESET, gate)
+                    sums[warp, lane] = chunk
+                    T.sync_threads()
+                    for w in T.unroll(warps):
+                        total = total + sums[w, lane]
+                        if found < 0 and total < THRESHOLD:
+                            found = turn * warps + w + 1
+                    T.sync_threads()
+                if head < HV and warp == 0:
+                    warm_chunks[place, head] = found
+
+    return segment_plan
+
+
+TEMPLATE = Template(
+    name="segment_plan",
+    problem=Problem,
+    config=Config,
+    arches=tuple(ARCHES),
+    arguments=arguments,
+    buffers=buffers,
+    roles=roles,
+    default_config=default_config,
+    build=build,
+    pass_configs={"tl.enable_fast_math": True},
+)
