@@ -73,9 +73,19 @@ def _problem(result: ProblemResult) -> str:
         parts.append(f"<p>The default against itself, which is what cannot be told apart: {null.speedup:.3f}x "
                      f"[{null.low:.3f}, {null.high:.3f}].</p>")
     if findings.races:
-        parts += [_chart(result), _curves(result)]
+        parts += [_summary(result), _chart(result), _curves(result)]
     parts += [_splits(result), _rejected(findings.trials), _screened(findings.trials)]
     return "\n".join(part for part in parts if part)
+
+
+def _summary(result: ProblemResult) -> str:
+    """What came of it, in one sentence."""
+    races = result.findings.races.values()
+    won = [estimate(race.timing.blocks, race.winner).speedup for race in races if race.winner]
+    if not won:
+        return f"<p>The default is confirmed at all {len(races)} batches: nothing beat it beyond doubt.</p>"
+    return (f"<p>At {len(won)} of {len(races)} batches a candidate beats the default beyond doubt, "
+            f"by {min(won):.2f}x to {max(won):.2f}x.</p>")
 
 
 def _curves(result: ProblemResult) -> str:

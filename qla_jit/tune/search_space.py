@@ -48,7 +48,7 @@ class SearchSpace:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """Those that serve the call, the preferred first.
+        """Those that serve the call, the baseline last.
 
         Raises:
             UnsupportedError: none does.
@@ -56,8 +56,10 @@ class SearchSpace:
         return strategies_for(self.facts, self.arch)[::-1]
 
     def default(self, extents: Extents) -> Candidate:
-        """What runs when nothing was tuned."""
-        return self.start(self.strategies[0], extents)
+        """What runs at these sizes when nothing was tuned; as select.choose() has it."""
+        size = select.bucket(extents)
+        preferred = next(strategy for strategy in self.strategies if strategy.suits(self.facts, size, self.sm_count))
+        return self.start(preferred, extents)
 
     def start(self, strategy: Strategy, extents: Extents) -> Candidate:
         """A strategy with the default config of each of its templates, and its default split."""
@@ -101,7 +103,7 @@ class SearchSpace:
         return Candidate(data["strategy"], tuple((name, config(name, step)) for name, step in steps.items()), data["split"])
 
     def rank(self, candidate: Candidate) -> tuple[Any, ...]:
-        """Where a candidate stands in the fixed order that decides ties: preferred strategy, fewest knobs turned, their values.
+        """Where a candidate stands in the fixed order that decides ties: its strategy, fewest knobs turned, their values.
 
         It depends on declarations alone, never on a measurement, so two runs and eight processes agree.
         """

@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,18 +241,29 @@ def check_records(
 
 
 def prebuild(
-    request: TuneRequest, *, arch: Arch, sm_count: int, on_event: OnEvent = lambda event: None
+    request: TuneRequest,
+    *,
+    arch: Arch,
+    sm_count: int,
+    searched: Collection[str] | None = None,
+    on_event: OnEvent = lambda event: None,
 ) -> list[str]:
     """Compile the kernels of the search's first round for a GPU that need not be here; the reasons of those that failed.
 
-    The cache directory, copied to the machine with the GPU, saves the tuning run its compile time.
+    The cache directory, copied to the machine with the GPU, saves the tuning run its compile time. With QLA_JIT_MODE=require that
+    run looks at nothing else.
+
+    Args:
+        searched: strategies of which every neighbour of the default is built; of others only the default. None is all.
     """
     kernels = []
     for problem in request.problems:
         space = SearchSpace(problem.facts, arch, sm_count)
         extents = extents_of(problem.lengths[0], problem.facts.chunk_size)
         for strategy in space.strategies:
-            kernels += [r for candidate in first_round(space, space.start(strategy, extents)) for r in space.requests(candidate)]
+            start = space.start(strategy, extents)
+            candidates = first_round(space, start) if searched is None or strategy.name in searched else [start]
+            kernels += [kernel for candidate in candidates for kernel in space.requests(candidate)]
     outcomes = compile_all(
         kernels, on_kernel=lambda done, total: on_event(Event("compile", "", f"{done} of {total} kernels", done, total))
     )
@@ -329,12 +340,15 @@ def _candidate(space: SearchSpace, entry: Entry) -> Candidate:
 
 
 def _verify_entry(bench: Bench, space: SearchSpace, entry: Entry, record: Record, reference: Candidate) -> str | None:
-    try:
-        candidate = _candidate(space, entry)
-    except (KeyError, TypeError) as error:
-        return f"it names what is not there any more: {error}"
-    splits = dict.fromkeys(measured.split for measured in entry.curve if measured is not None)
-    for variant in [candidate.with_split(split) for split in splits]:
+    if entry is record.entries[0]:
+        variants = [space.default(point.extents) for point in record.points]
+    else:
+        try:
+            candidate = _candidate(space, entry)
+        except (KeyError, TypeError) as error:
+            return f"it names what is not there any more: {error}"
+        variants = [candidate.with_split(measured.split) for measured in entry.curve if measured is not None]
+    for variant in dict.fromkeys(variants):
         (built,) = bench.build(space, [variant])
         if isinstance(built, Failure):
             return f"{built.reason}: {built.detail}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal
 
 from .. import select
@@ -89,7 +90,10 @@ class Trial:
 
 @dataclass
 class Finalist:
-    """An entry of the record in the making. Its split is that of the rule, or the strategy's own without one."""
+    """An entry of the record in the making. Its split is that of the rule, or the strategy's own without one.
+
+    The default is the first. It may be another strategy at another size; its candidate here is that of the first batch.
+    """
 
     candidate: Candidate                     # with any split
     rule: SplitRule | None = None
@@ -147,8 +151,8 @@ class Tuner:
         self._admit_default()
         self._test_noise()
         starts = self._screen_strategies()
-        found = [best for start in starts for best in self._descend(start)]
-        self._shortlist([*found, *starts])
+        found = [[*self._descend(start), start] for start in starts]
+        self._shortlist([candidate for turn in zip_longest(*found) for candidate in turn if candidate is not None])
         self._find_split_rules()
         self._verify_finalists()
         self._race()
@@ -202,7 +206,7 @@ class Tuner:
                     share_of_best[start] = max(share_of_best[start], share)
         if not self.findings.races:
             raise EnvironmentUnsuitable(f"{self._problem}: none of the batches can be timed on this GPU")
-        self.findings.finalists += [Finalist(start) for start in starts if start != self.findings.finalists[0].candidate]
+        self.findings.finalists += [Finalist(start) for start in starts if not self._is_default(start)]
         return [start for start in starts if share_of_best[start] * FAR_BEHIND >= 1]
 
     def _descend(self, start: Candidate) -> list[Candidate]:
@@ -225,14 +229,13 @@ class Tuner:
         return ends
 
     def _shortlist(self, found: Sequence[Candidate]) -> None:
-        """Who races: the default, then where the searches ended, then the strategies' defaults."""
+        """Who races: the default, and the first of those found, which the strategies give in turn."""
         default = self.findings.finalists[0]
         by_configs: dict[tuple, Candidate] = {}
         for candidate in found:
-            same = (candidate.strategy, candidate.configs) == (default.candidate.strategy, default.candidate.configs)
-            if same and len(self._all_splits(candidate.strategy)) < 2:
-                continue                 # the default itself; with another split it is another candidate
-            by_configs.setdefault((candidate.strategy, candidate.configs), candidate)
+            # With another split the default's configs are another candidate.
+            if len(self._all_splits(candidate.strategy)) > 1 or not self._is_default(candidate):
+                by_configs.setdefault((candidate.strategy, candidate.configs), candidate)
         challengers = list(by_configs.values())[: self._most_finalists - 1]
         for candidate in challengers:
             self._leaders.setdefault(candidate.strategy, candidate)
@@ -266,10 +269,11 @@ class Tuner:
         passed = []
         for number, finalist in enumerate(self.findings.finalists):
             self._tell("verify", self._space.label(finalist.candidate), number + 1, len(self.findings.finalists))
-            in_use = {at_batch(self._space, finalist, batch) for batch in self._batches}
+            is_default = finalist is self.findings.finalists[0]
+            in_use = {self._default(b) if is_default else at_batch(self._space, finalist, b) for b in self._batches}
             by_segments = sorted(in_use, key=lambda candidate: math.inf if candidate.split is None else candidate.split)
             if len(self._admit(by_segments)) == len(by_segments):
-                extremes = dict.fromkeys([by_segments[0], by_segments[-1]])
+                extremes = dict.fromkeys([by_segments[0], by_segments[-1]]) if not is_default else by_segments
                 verdicts = [self._bench.verify(self._space, candidate, reference=reference, full=True) for candidate in extremes]
                 failures = [(c, v) for c, v in zip(extremes, verdicts, strict=True) if isinstance(v, Failure)]
                 for candidate, failure in failures:
@@ -340,7 +344,8 @@ class Tuner:
         return verdict if isinstance(verdict, Failure) else None
 
     def _time(self, candidates: Sequence[Candidate], batch: Batch, stage: Stage, blocks: int) -> Race | None:
-        """Time candidates side by side, the one to beat first; who fails at it is out. None: the batch cannot be timed."""
+        """Time candidates side by side, the one to beat first; who fails at it is out, and with the default the batch. None:
+        nobody is left."""
         ranked = list(dict.fromkeys([candidates[0], *sorted(candidates[1:], key=self._space.rank)]))
 
         def ask(chosen: Sequence[Candidate]) -> Timing | Failure:
@@ -351,8 +356,11 @@ class Tuner:
             timing = ask(ranked[:1])
             if isinstance(timing, Failure):
                 self._reject(ranked[0], stage, timing, batch.lengths)
-                self._batches.remove(batch)
-                return None
+                if ranked[0] == self._default(batch):
+                    self._batches.remove(batch)
+                    return None
+                self._admitted[ranked[0]] = False
+                return self._time(ranked[1:], batch, stage, blocks) if len(ranked) > 1 else None
             for candidate in ranked[1:]:
                 alone = ask([ranked[0], candidate])
                 if isinstance(alone, Failure):
@@ -389,6 +397,10 @@ class Tuner:
 
     def _default(self, batch: Batch) -> Candidate:
         return self._space.default(batch.extents)
+
+    def _is_default(self, candidate: Candidate) -> bool:
+        """Whether it is what runs at every size anyway."""
+        return all(at_batch(self._space, Finalist(candidate), batch) == self._default(batch) for batch in self._batches)
 
     def _reference(self) -> Candidate:
         """The baseline strategy with its defaults: its error is the measure of others."""

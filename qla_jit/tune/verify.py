@@ -50,11 +50,13 @@ class Case:
 def cases(facts: CallFacts, split: int | None, *, full: bool) -> list[Case]:
     """The inputs for a call; one for a first look, all of them before a record is written.
 
-    Lengths lie around multiples of the chunk, where masks go wrong; some are 0 and 1; one is long enough for three segments,
-    the last of them ragged. One case has over a thousand blocks, more than run at a time.
+    Lengths lie around multiples of the chunk, where masks go wrong; some are 0 and 1; one is long enough for three segments, the
+    last of them ragged, or for two where segments are so long that the oracle would take seconds. One case has over a thousand
+    blocks, more than run at a time.
     """
     C = facts.chunk_size
-    long = (2 * split + split // 2) * C + 37 if split is not None else 5 * C + 37
+    whole_segments = 0 if split is None else 2 * split if split <= 32 else split
+    long = (whole_segments + (split or 10) // 2) * C + C // 2 + 5
     many = -(-1024 // facts.HV)
     if facts.varlen:
         ragged, tail = (0, 1, C - 1, 0, C, C + 1, 3 * C + 5, long, 1), 37

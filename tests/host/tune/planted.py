@@ -75,7 +75,8 @@ STRATEGIES = {
     for strategy in (
         Strategy("plain", lambda facts, arch: None,
                  lambda facts: {"scan": Step(SCAN, Problem(facts.HV)), "output": Step(OUTPUT, Problem(facts.HV))}),
-        Strategy("split", lambda facts, arch: None, lambda facts: {"fused": Step(FUSED, Problem(facts.HV))}, powers_of_two),
+        Strategy("split", lambda facts, arch: None, lambda facts: {"fused": Step(FUSED, Problem(facts.HV))}, powers_of_two,
+                 suits=lambda facts, extents, sm_count: extents.sequences * facts.HV < 64),
     )
 }
 SM_COUNT = 132

@@ -38,6 +38,13 @@ def test_page_shows_curves_rejections_constants_and_conditions(tmp_path):
     assert "The default against itself" in page
 
 
+def test_page_says_in_one_sentence_what_came_of_it(tmp_path):
+    page = page_of(PlantedMachine(), tmp_path)
+    assert re.search(r"At 4 of 4 batches a candidate beats the default beyond doubt, by \d+\.\d\dx to \d+\.\d\dx", page)
+    page = page_of(PlantedMachine(cost=lambda candidate, facts, extents: 100.0), tmp_path)
+    assert "The default is confirmed at all 4 batches" in page
+
+
 def test_page_needs_nothing_else_and_nothing_in_it_is_run(tmp_path):
     page = page_of(PlantedMachine(planted=racy), tmp_path)
     assert not re.search(r"<script|https?:|src=|href=|@import|url\(", page)

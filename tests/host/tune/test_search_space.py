@@ -11,6 +11,7 @@ from qla_jit.kernel_templates.arch import SM90A
 from qla_jit.ops.plan import Extents
 from qla_jit.tune.search import descend, first_round
 from qla_jit.tune.search_space import Candidate, SearchSpace, extents_of, lengths_of
+from qla_jit.tuning_records import Hardware
 
 LONG = Extents(chunks=512, longest=512, sequences=1)
 
@@ -24,12 +25,12 @@ def plain(block_v=64, stages=2, threads=128):
     return Candidate("plain", (("scan", ScanConfig(block_v, stages)), ("output", OutputConfig(threads))))
 
 
-def test_default_is_what_select_takes_without_records(space):
-    dispatch = select.choose(space.facts, SM90A)
-    default = space.default(LONG)
-    assert (default.strategy, {name: request.config for name, request in dispatch.requests.items()}) == (
-        dispatch.strategy, dict(default.configs)
-    )
+@pytest.mark.parametrize("extents", [LONG, Extents(512, 64, 8), Extents(3, 3, 1)], ids=str)
+def test_default_is_what_select_takes_without_records(space, extents):
+    hardware = Hardware(arch="sm_90a", sm_count=SM_COUNT, l2_bytes=1)    # of which there are no records
+    dispatch = select.choose(space.facts, SM90A, hardware=hardware, extents=extents)
+    assert space.requests(space.default(extents)) == list(dispatch.requests.values())
+    assert (space.default(extents).strategy, space.default(extents).split) == (dispatch.strategy, dispatch.split)
 
 
 def test_neighbours_turn_one_knob_and_keep_to_the_constraints(space):

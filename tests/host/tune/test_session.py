@@ -65,6 +65,12 @@ def test_the_split_of_the_best_entry_is_that_of_the_cost_model(tmp_path):
         assert costs[measured.split] / min(costs.values()) - 1 <= best.split_rule.regret + 0.02
 
 
+def test_speed_ups_are_over_what_is_the_default_at_each_size(tmp_path):
+    problem = only(run(PlantedMachine(), tmp_path))
+    defaults = [race.candidates[0].strategy for race in problem.findings.races.values()]
+    assert defaults == ["split", "split", "split", "plain"]  # eight sequences of eight heads fill the GPU
+
+
 def test_the_record_is_whole(tmp_path):
     handed_over = []
     record = only(run(PlantedMachine(), tmp_path, on_record=handed_over.append)).record
@@ -152,6 +158,29 @@ def test_one_that_is_faster_than_memory_can_be_read_is_out(tmp_path):
     assert all(measured.median_us > 10 for entry in problem.record.entries for measured in entry.curve)
 
 
+def test_a_batch_that_the_default_cannot_run_is_left_out(tmp_path):
+    class Small(PlantedMachine):
+        def time(self, question):
+            if question["lengths"] == [32768]:
+                return {"failure": {"reason": "oom", "detail": "needs 200 GiB"}}
+            return super().time(question)
+
+    problem = only(run(Small(), tmp_path))
+    assert [point.chunks for point in problem.record.points] == [128, 32, 512]
+    assert problem.record.rigor is tuning_records.Rigor.CONFIRMED
+
+
+def test_a_split_that_does_not_fit_is_left_out_alone(tmp_path):
+    def planted_failure(stage, candidate):
+        oom = stage == "time" and candidate["split"] == 8 and candidate["strategy"] == "split"
+        return Failure("oom", "needs 200 GiB") if oom else None
+
+    record = only(run(PlantedMachine(planted=planted_failure), tmp_path)).record
+    assert len(record.points) == len(LENGTHS)
+    assert all(measured is None or measured.split != 8 for entry in record.entries for measured in entry.curve)
+    assert {negative.split for negative in record.negatives} == {8}
+
+
 def test_identical_generated_code_is_timed_once(tmp_path):
     # `threads` of the output changes nothing in the code.
     def source(candidate):
@@ -216,7 +245,7 @@ def test_resume_asks_nothing_that_was_answered(tmp_path):
     assert second.record.model_dump() | same == first.record.model_dump() | same
 
 
-@pytest.mark.parametrize("question", [5, 30, 60])
+@pytest.mark.parametrize("question", [5, 20, 40])
 def test_after_an_interruption_resume_ends_where_an_undisturbed_session_does(tmp_path, question):
     whole = only(run(PlantedMachine(noise=0.0), tmp_path / "whole"))
     interrupted = PlantedMachine(noise=0.0, interrupt_at=question)
@@ -395,6 +424,9 @@ def test_prebuild_compiles_the_first_round(monkeypatch):
     assert session.prebuild(request(), arch=SM90A, sm_count=132) == ["scan did not compile"]
     assert {r.template.name for r in asked} == {"scan", "output", "fused"}
     assert len({(r.template.name, r.config) for r in asked}) == 5 + 2 + 5
+    asked.clear()
+    session.prebuild(request(), arch=SM90A, sm_count=132, searched=("split",))
+    assert len({(r.template.name, r.config) for r in asked}) == 1 + 1 + 5
 
 
 def test_a_default_that_fails_only_the_full_checks_leaves_no_record(tmp_path):
