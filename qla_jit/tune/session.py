@@ -27,6 +27,7 @@ from .. import tuning_records
 from ..cache_dir import writable_cache_dir
 from ..errors import EnvironmentUnsuitable, QLAError, VerificationError
 from ..kernel_templates.arch import ARCHES, Arch
+from ..settings import settings
 from ..tuning_records import Entry, Record, Versions
 from ..workload import facts_of
 from . import bench as benches
@@ -318,6 +319,7 @@ def _journal(problem: TuneProblem, machine: Machine, directory: Path | None, *, 
     identity = [
         PROTOCOL, facts_to_json(problem.facts), machine.arch, machine.sm_count, machine.l2_bytes,
         machine.state.driver, Versions.here().model_dump(), templates,
+        settings().mode == "require",    # then what was not built is out
     ]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     path = directory / f"{digest[:32]}.jsonl"
