@@ -160,6 +160,17 @@ def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, ex
     return Dispatch(strategy.name, requests, split, source, answer)
 
 
+def requests_for_any_size(facts: CallFacts, arch: Arch) -> list[CompileRequest]:
+    """The kernels that calls may need where nothing was tuned, whatever their sizes: so that no later size compiles."""
+    strategies = strategies_for(facts, arch)
+    first = max(number for number, strategy in enumerate(strategies) if strategy.suits is None)
+    return [
+        CompileRequest(step.template, step.problem, step.template.default_config(step.problem, arch), arch)
+        for strategy in strategies[first:]
+        for step in strategy.steps(facts).values()
+    ]
+
+
 def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None) -> Iterator[Considered]:
     """What each record for this GPU and problem says of a call, in the order in which they are asked."""
     usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
@@ -223,10 +234,13 @@ def _preferred(
     usable: Mapping[str, Strategy], facts: CallFacts, arch: Arch, hardware: Hardware | None, extents: Extents | None
 ) -> Strategy:
     if _override.strategy is None:
-        # Sizes as large as can be stand for no sizes: whole sequences fill any GPU.
-        sizes = extents or Extents(chunks=2**20, longest=1, sequences=2**20)
-        sm_count = 1 if hardware is None else hardware.sm_count
-        return [strategy for strategy in usable.values() if strategy.suits(facts, sizes, sm_count)][-1]
+        suitable = [
+            strategy
+            for strategy in usable.values()
+            if strategy.suits is None
+            or (hardware is not None and extents is not None and strategy.suits(facts, extents, hardware.sm_count))
+        ]
+        return suitable[-1]
     if _override.strategy in usable:
         return usable[_override.strategy]
     rejection = Rejection(f"strategy {_override.strategy} does not serve this call on {arch.name}; {', '.join(usable)} would")

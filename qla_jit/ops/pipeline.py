@@ -15,6 +15,7 @@ from ..kernel_templates.macros.register_roles import ROWS
 from ..kernel_templates.macros.segments import place_count
 from ..kernel_templates.macros.sequences import slot_count
 from ..reference import L2NORM_EPS
+from ..settings import settings
 from ..tuning_records import Hardware
 from .inputs import CallFacts, CallInputs
 from .plan import Extents
@@ -43,7 +44,11 @@ def kernels_for(inputs: CallInputs) -> Kernels:
     if kernels is None:
         gpu = gpu_info(facts.device)
         dispatch = select.choose(facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
-        loaded = kernel_cache.get(list(dispatch.requests.values()))
+        needed = list(dispatch.requests.values())
+        if dispatch.source == "default" and settings().mode != "require":
+            # The first call compiles for all sizes: a later one must not wait for a compiler.
+            needed += [request for request in select.requests_for_any_size(facts, gpu.arch) if request not in needed]
+        loaded = kernel_cache.get(needed)[: len(dispatch.requests)]
         entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
         kernels = _ready[key] = Kernels(dispatch.strategy, entries, dispatch.split)
     return kernels

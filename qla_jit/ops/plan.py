@@ -70,8 +70,8 @@ class Strategy:
     steps: Callable[[CallFacts], dict[str, Step]]                # its kernels by name, in launch order
     # Chunks per segment that are worth trying, None for whole sequences; the first is the default.
     splits: Callable[[CallFacts, Extents, int], tuple[int | None, ...]] = whole_sequences
-    # Whether it is the better choice for these sizes on so many SMs, as far as is known without tuning.
-    suits: Callable[[CallFacts, Extents, int], bool] = lambda facts, extents, sm_count: True
+    # Whether it is the better choice for these sizes on so many SMs, as far as is known without tuning; None: for all.
+    suits: Callable[[CallFacts, Extents, int], bool] | None = None
 
 
 def strategies_for(facts: CallFacts, arch: Arch) -> list[Strategy]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import GATES, RAGGED_LENGTHS, Case, arguments, oracle, relative_l2
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import qla_jit
@@ -16,6 +16,7 @@ from qla_jit import kernel_cache, select
 from qla_jit.device import gpu_info
 from qla_jit.errors import QLAError, UnsupportedError
 from qla_jit.ops.inputs import check_inputs
+from qla_jit.ops.plan import strategies_for
 
 pytestmark = pytest.mark.gpu
 
@@ -71,9 +72,28 @@ def compiled_together() -> None:
     calls += [calls[0] | {"chunk_size": C} for C in CHUNK_SIZES] + [calls[0] | {"cu_seqlens": calls[0]["cu_seqlens"].long()}]
     for call in calls:
         facts = check_inputs(**call).facts
-        requests += select.choose(facts, gpu_info(facts.device).arch).requests.values()
+        arch = gpu_info(facts.device).arch
+        for strategy in strategies_for(facts, arch):
+            with select.override(strategy.name):
+                requests += select.choose(facts, arch).requests.values()
     with contextlib.suppress(QLAError):
         kernel_cache.get(list(dict.fromkeys(requests)))
+
+
+def strategies_of(case: Case) -> list[str]:
+    hopper = case.dtype == torch.bfloat16 and case.K == 128 and case.V % 128 == 0
+    return ["chunked", "fused", "split"] if hopper else ["chunked"]
+
+
+# Segments of 4 chunks: most of the lengths here then have one boundary or more.
+SPLITS = {"chunked": None, "fused": None, "split": 4}
+
+
+@pytest.fixture(params=SPLITS)
+def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The strategy that calls in the test are computed with."""
+    with select.override(request.param, split=SPLITS[request.param]):
+        yield request.param
 
 
 def bounds_of(case: Case) -> tuple[float, float]:
@@ -87,11 +107,12 @@ def fill_free_memory_with_nan() -> None:
     torch.full((64 * 2**20,), float("nan"), device="cuda")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward_matches_the_float64_recurrence(case: Case) -> None:
+@pytest.mark.parametrize(("name", "case"), [(name, case) for case in CASES for name in strategies_of(case)], ids=str)
+def test_forward_matches_the_float64_recurrence(name: str, case: Case) -> None:
     call = arguments(case, device="cuda")
     fill_free_memory_with_nan()
-    o, final_state = qla_jit.chunk_gated_delta_rule(**call)
+    with select.override(name, split=SPLITS[name]):
+        o, final_state = qla_jit.chunk_gated_delta_rule(**call)
     expected_o, expected_state = oracle(call, by_chunk=True)
     o_bound, state_bound = bounds_of(case)
     assert o.dtype == case.dtype
@@ -109,15 +130,15 @@ def test_chunk_size_changes_rounding_only(chunk_size: int) -> None:
     assert relative_l2(final_state, expected_state) <= BOUNDS[1]
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, None], ids=lambda scale: f"scale{scale}")
-def test_scale_is_taken_as_given(scale: float | None) -> None:
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.5, None], ids=lambda scale: f"scale{scale}")
+def test_scale_is_taken_as_given(strategy: str, scale: float | None) -> None:
     call = arguments(replace(QWEN, lengths=(130,)), device="cuda")
     o, _ = qla_jit.chunk_gated_delta_rule(**call, scale=scale)
     assert relative_l2(o, oracle(call | {"scale": scale})[0]) <= BOUNDS[0]
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_repeated_launches_agree_to_the_bit(index_dtype: torch.dtype) -> None:
+def test_repeated_launches_agree_to_the_bit(strategy: str, index_dtype: torch.dtype) -> None:
     call = arguments(replace(QWEN, H=8, HV=32, lengths=(1000, 64, 7, 2000)), device="cuda")
     call["cu_seqlens"] = call["cu_seqlens"].to(index_dtype)
     other = torch.randn(2048, 2048, device="cuda")
@@ -131,7 +152,7 @@ def test_repeated_launches_agree_to_the_bit(index_dtype: torch.dtype) -> None:
         assert torch.equal(final_state, runs[0][1])
 
 
-def test_a_sequence_does_not_see_its_neighbours() -> None:
+def test_a_sequence_does_not_see_its_neighbours(strategy: str) -> None:
     call = arguments(replace(QWEN, lengths=(70, 130, 90), tail=50), device="cuda")
     o, final_state = qla_jit.chunk_gated_delta_rule(**call)
     poisoned = dict(call)
@@ -147,7 +168,7 @@ def test_a_sequence_does_not_see_its_neighbours() -> None:
     assert (poisoned_o[:, 290:] == 0).all()
 
 
-def test_tensors_may_begin_anywhere_in_their_storage() -> None:
+def test_tensors_may_begin_anywhere_in_their_storage(strategy: str) -> None:
     call = arguments(replace(QWEN, lengths=(100,)), device="cuda")
     o, final_state = qla_jit.chunk_gated_delta_rule(**call)
     for name in ("q", "k", "v", "g", "beta", "initial_state"):
@@ -160,7 +181,7 @@ def test_tensors_may_begin_anywhere_in_their_storage() -> None:
     assert torch.equal(shifted_state, final_state)
 
 
-def test_equal_lengths_agree_with_their_packed_form() -> None:
+def test_equal_lengths_agree_with_their_packed_form(strategy: str) -> None:
     call = arguments(replace(QWEN, lengths=(129, 129), packed=False), device="cuda")
     o, final_state = qla_jit.chunk_gated_delta_rule(**call)
     packed = {name: x.flatten(0, 1)[None] for name, x in call.items() if name in ("q", "k", "v", "g", "beta")}
@@ -170,8 +191,9 @@ def test_equal_lengths_agree_with_their_packed_form() -> None:
     assert torch.equal(packed_state, final_state)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])       # one override for all examples is what is meant
 @given(lengths=st.lists(st.integers(0, 200), min_size=1, max_size=12))
-def test_ragged_lengths_match_the_recurrence(lengths: list[int]) -> None:
+def test_ragged_lengths_match_the_recurrence(strategy: str, lengths: list[int]) -> None:
     call = arguments(replace(QWEN, H=1, HV=2, lengths=tuple(lengths)), device="cuda")
     o, final_state = qla_jit.chunk_gated_delta_rule(**call)
     expected_o, expected_state = oracle(call, by_chunk=True)
@@ -181,7 +203,7 @@ def test_ragged_lengths_match_the_recurrence(lengths: list[int]) -> None:
     assert relative_l2(final_state, expected_state) <= 1.5 * BOUNDS[1]
 
 
-def test_no_extent_compiles_again() -> None:
+def test_no_extent_compiles_again(strategy: str) -> None:
     qla_jit.chunk_gated_delta_rule(**arguments(QWEN, device="cuda"))
     before = kernel_cache.stats().compiles
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +215,15 @@ def test_no_extent_compiles_again() -> None:
     assert kernel_cache.stats().compiles == before
 
 
-def test_a_call_is_captured_by_a_cuda_graph() -> None:
+def test_no_extent_compiles_again_where_the_strategy_is_chosen() -> None:
+    qla_jit.chunk_gated_delta_rule(**arguments(replace(QWEN, lengths=(64,)), device="cuda"))
+    before = kernel_cache.stats().compiles
+    for lengths in ((4096,), (64,) * 64, (16384,), (1, 5000), (128, 128)):       # whole sequences for some, segments for others
+        qla_jit.chunk_gated_delta_rule(**arguments(replace(QWEN, lengths=lengths), device="cuda"))
+    assert kernel_cache.stats().compiles == before
+
+
+def test_a_call_is_captured_by_a_cuda_graph(strategy: str) -> None:
     call = arguments(QWEN, device="cuda")
     o, final_state = qla_jit.chunk_gated_delta_rule(**call)
     graph = torch.cuda.CUDAGraph()
@@ -206,7 +236,7 @@ def test_a_call_is_captured_by_a_cuda_graph() -> None:
     assert torch.equal(graph_state, final_state)
 
 
-def test_a_call_runs_on_the_current_stream() -> None:
+def test_a_call_runs_on_the_current_stream(strategy: str) -> None:
     call = arguments(replace(QWEN, H=16, HV=64, lengths=(2000,)), device="cuda")
     expected = qla_jit.chunk_gated_delta_rule(**call)[0]
     torch.cuda.synchronize()
@@ -220,6 +250,18 @@ def test_a_call_runs_on_the_current_stream() -> None:
         o = qla_jit.chunk_gated_delta_rule(**call)[0]
     stream.synchronize()
     assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("split", [1, 2, 16, 1000, None], ids=lambda L: f"L{L}")
+def test_segment_length_changes_rounding_only(split: int | None) -> None:
+    # Heads that forget within a chunk, within a segment, and never, beside long, short and empty sequences.
+    call = arguments(replace(QWEN, H=2, HV=8, lengths=(2500, 64, 0, 700, 1), gates="mixed"), device="cuda")
+    call["g"][..., 1::4] *= 20
+    with select.override("split", split=split):
+        o, final_state = qla_jit.chunk_gated_delta_rule(**call)
+    expected_o, expected_state = oracle(call, by_chunk=True)
+    assert relative_l2(o, expected_o) <= BOUNDS[0]
+    assert relative_l2(final_state, expected_state) <= BOUNDS[1]
 
 
 @pytest.mark.parametrize(

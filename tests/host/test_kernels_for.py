@@ -10,7 +10,7 @@ import torch
 from qla_jit import kernel_cache, record_store, select, tuning_db
 from qla_jit.device import GpuInfo
 from qla_jit.kernel_templates import state_scan
-from qla_jit.ops import pipeline
+from qla_jit.ops import pipeline, plan
 from qla_jit.ops.inputs import check_inputs
 from qla_jit.record_store import save_user_records
 
@@ -18,6 +18,8 @@ from qla_jit.record_store import save_user_records
 @pytest.fixture(autouse=True)
 def _a_gpu_without_kernels(tmp_path, monkeypatch):
     """An H200 by name; a "kernel" is the request that it was made for."""
+    # Records of these tests are about the baseline's kernels: no other strategy is the default here.
+    monkeypatch.setattr(plan, "STRATEGIES", {"chunked": plan.STRATEGIES["chunked"]})
     monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("QLA_JIT_DB_PATH", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -22,6 +22,8 @@ from qla_jit.tuning_records import Hardware, Rigor, SplitRule, Versions, save_di
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch):
     """No records anywhere but under tmp_path, and nothing told yet."""
+    # Records of these tests are about the baseline's kernels: no other strategy is the default here.
+    monkeypatch.setattr(plan, "STRATEGIES", {"chunked": plan.STRATEGIES["chunked"]})
     monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("QLA_JIT_DB_PATH", str(tmp_path / "directory"))
     monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
