@@ -58,8 +58,8 @@ class SearchSpace:
     def default(self, extents: Extents) -> Candidate:
         """What runs at these sizes when nothing was tuned; as select.choose() has it."""
         size = select.bucket(extents)
-        preferred = next(strategy for strategy in self.strategies if strategy.suits(self.facts, size, self.sm_count))
-        return self.start(preferred, extents)
+        suitable = (s for s in self.strategies if s.suits is None or s.suits(self.facts, size, self.sm_count))
+        return self.start(next(suitable), extents)
 
     def start(self, strategy: Strategy, extents: Extents) -> Candidate:
         """A strategy with the default config of each of its templates, and its default split."""
