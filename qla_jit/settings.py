@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from .errors import EnvironmentUnsuitable
 
-Mode = Literal["lookup", "tune", "require"]
+Mode = Literal["lookup", "require"]
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ def _seconds(text: str) -> float:
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         "QLA_JIT_MODE", "mode",
-        "What a call may do: `lookup` selects and compiles, `tune` also tunes what has no record, "
-        "`require` never compiles and raises on a kernel that is not cached.",
+        "What a call may do: `lookup` selects and compiles, `require` never compiles and raises on a kernel that is not cached.",
         "lookup", _mode, lambda: "lookup",
     ),
     Variable(

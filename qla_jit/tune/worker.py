@@ -26,6 +26,9 @@ from typing import Any
 from ..cache_dir import refusal, temporary_dir
 from ..errors import EnvironmentUnsuitable, QLAError
 
+# A worker's calls are no part of a workload, and it compiles what its questions need.
+NOT_FOR_WORKERS = ("QLA_JIT_CAPTURE", "QLA_JIT_MODE")
+
 STDERR_SHOWN = 1_000                     # characters, in the detail of a crash
 GPU_COMMAND = (sys.executable, "-m", "qla_jit.tune.gpu")
 
@@ -107,7 +110,7 @@ class Worker:
         self.stop()
         self._unread = b""
         self._log = tempfile.TemporaryFile()         # noqa: SIM115
-        environment = {name: value for name, value in os.environ.items() if name not in ("QLA_JIT_CAPTURE", "QLA_JIT_MODE")}
+        environment = {name: value for name, value in os.environ.items() if name not in NOT_FOR_WORKERS}
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
             start_new_session=True,      # Ctrl-C is for the tuner, which then decides
