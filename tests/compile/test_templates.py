@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -10,7 +11,17 @@ import pytest
 
 from qla_jit import compiler, kernel_cache
 from qla_jit.compiler import CompileRequest
-from qla_jit.kernel_templates import chunk_output, gate_cumsum, l2norm, state_scan, triangular_solve
+from qla_jit.kernel_templates import (
+    chunk_output,
+    gate_cumsum,
+    l2norm,
+    register_state_forward,
+    segment_plan,
+    segment_scan,
+    segment_states,
+    state_scan,
+    triangular_solve,
+)
 from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
 from qla_jit.kernel_templates.contract import Template
 from qla_jit.ops.plan import KEY_DIMS, VALUE_DIMS
@@ -21,7 +32,8 @@ CHUNKS = dict(C=64, dtype="bfloat16", packed=True, index_dtype="int32")
 
 # Bytes of registers that one thread may spill. The solve keeps a column of 64 in registers and trades spills for blocks in
 # flight; in every other kernel a spill would sit in the matrix loop.
-SPILL_BOUND = {"triangular_solve": 256}
+# Single warps of the register-state kernels have 24 registers and spill outside of their loops, about 200 and 40 bytes.
+SPILL_BOUND = {"triangular_solve": 256, "register_state_forward": 256, "segment_scan": 64}
 
 
 def gates(**changes: Any) -> gate_cumsum.Problem:
@@ -41,6 +53,24 @@ def scan(K: int, V: int, **changes: Any) -> state_scan.Problem:
 
 def output(K: int, V: int, **changes: Any) -> chunk_output.Problem:
     return chunk_output.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | changes)
+
+
+GATES = dict(gate_dtype="float32", gate_in_kernel=True, has_dt_bias=True)
+UNTYPED = {name: value for name, value in CHUNKS.items() if name != "dtype"}
+
+
+def rest_of_forward(V: int = 128, **changes: Any) -> register_state_forward.Problem:
+    states = dict(initial_state_dtype="float32", has_final_state=True, state_v_first=False)
+    return register_state_forward.Problem(H=2, HV=6, K=128, V=V, **CHUNKS | GATES | states | changes)
+
+
+def segments(V: int = 128, **changes: Any) -> segment_scan.Problem:
+    return segment_scan.Problem(H=2, HV=6, K=128, V=V, **CHUNKS | GATES | changes)
+
+
+def boundaries(V: int = 128, **changes: Any) -> segment_states.Problem:
+    states = dict(initial_state_dtype="bfloat16", state_v_first=False)
+    return segment_states.Problem(HV=6, K=128, V=V, **UNTYPED | states | changes)
 
 
 # The Qwen3.5 family, OLMo-Hybrid and the default of FLA's layer.
@@ -65,6 +95,9 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
     (state_scan.TEMPLATE, scan(128, 128, C=32, dtype="float16", packed=False), SM90A),
     (state_scan.TEMPLATE, scan(128, 128, initial_state_dtype="bfloat16", state_v_first=True, index_dtype="int64"), SM90A),
     (state_scan.TEMPLATE, scan(128, 128, initial_state_dtype=None, has_final_state=False), SM90A),
+    (register_state_forward.TEMPLATE, rest_of_forward(V=256, packed=False, initial_state_dtype=None), SM90A),
+    (segment_plan.TEMPLATE, segment_plan.Problem(HV=48, **UNTYPED | GATES), SM90A),
+    (segment_states.TEMPLATE, boundaries(V=256, packed=False, initial_state_dtype=None), SM90A),
     (chunk_output.TEMPLATE, output(128, 128, C=16), SM90A),
     (chunk_output.TEMPLATE, output(128, 128, C=32, dtype="float16", packed=False), SM90A),
 ]
@@ -77,14 +110,19 @@ COMPILED = [
     (state_scan.TEMPLATE, scan(256, 512)),
     (chunk_output.TEMPLATE, output(128, 128)),
     (chunk_output.TEMPLATE, output(256, 512)),
+    (register_state_forward.TEMPLATE, rest_of_forward()),
+    (register_state_forward.TEMPLATE, rest_of_forward(split=True, initial_state_dtype=None)),
+    (segment_scan.TEMPLATE, segments()),
+    (segment_states.TEMPLATE, boundaries()),
 ]
 
 
 def name_of(value: Any) -> str:
     if isinstance(value, Template | Arch):
         return value.name
-    fields = vars(value)
-    return "-".join(f"{name}{fields[name]}" for name in ("HV", "K", "V", "C") if name in fields)
+    fields = dataclasses.asdict(value)
+    parts = [f"{name}{fields[name]}" for name in ("HV", "K", "V", "C") if name in fields]
+    return "-".join(parts + ["split"] * bool(fields.get("split")))
 
 
 def lowered(template: Template, problem: Any, arch: Arch) -> str:
@@ -151,3 +189,13 @@ def test_ptxas_serialises_no_product_and_spills_little(
         print(f"{name}: {function['registers']} registers, {function['spill_store_bytes']} B of spill stores")
         assert function["spill_store_bytes"] <= SPILL_BOUND.get(template.name, 0)
     assert not [remark for remark in ptxas["remarks"] if "serialized" in remark]
+
+
+def test_register_state_kernels_refuse_what_they_are_not_written_for() -> None:
+    config = register_state_forward.default_config(rest_of_forward(), SM90A)
+    for changes in (dict(C=32), dict(dtype="float16"), dict(V=192)):
+        problem = rest_of_forward(**changes)
+        rejection = register_state_forward.TEMPLATE.rejection(problem, config, SM90A)
+        assert rejection is not None
+        assert str(next(iter(changes.values()))) in rejection.reason
+    assert register_state_forward.TEMPLATE.rejection(rest_of_forward(), config, ARCHES["sm_100a"]) is not None

@@ -1,0 +1,100 @@
+"""Which strategy computes which call, and where sequences are split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case, arguments
+
+from qla_jit import select
+from qla_jit.errors import UnsupportedError
+from qla_jit.kernel_templates.arch import ARCHES, SM90A
+from qla_jit.ops.inputs import CallFacts, check_inputs
+from qla_jit.ops.pipeline import LAUNCHERS
+from qla_jit.ops.plan import STRATEGIES, Extents, segment_lengths, split_pays, strategies_for
+from qla_jit.ops.splits import best_split, split_us, whole_us
+from qla_jit.tuning_records import Hardware
+
+H200 = Hardware(arch="sm_90a", sm_count=132, l2_bytes=60 * 2**20)
+
+
+def facts_of(**changes: object) -> CallFacts:
+    flags = {name: changes.pop(name) for name in ("chunk_size", "auto_cp") if name in changes}
+    case = Case(**{"H": 2, "HV": 8, "K": 128, "V": 128, "lengths": (70,), "dtype": torch.bfloat16} | changes)
+    return check_inputs(**arguments(case), **flags).facts
+
+
+def test_every_strategy_has_a_launcher() -> None:
+    assert STRATEGIES.keys() == LAUNCHERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ["chunked", "fused", "split"]),
+        ({"V": 256}, ["chunked", "fused", "split"]),
+        ({"V": 192}, ["chunked"]),
+        ({"K": 96}, ["chunked"]),
+        ({"dtype": torch.float16}, ["chunked"]),
+        ({"chunk_size": 32}, ["chunked"]),
+    ],
+    ids=str,
+)
+def test_the_fast_strategies_serve_what_they_are_written_for(changes: dict[str, object], names: list[str]) -> None:
+    assert [strategy.name for strategy in strategies_for(facts_of(**changes), SM90A)] == names
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES.values() if arch is not SM90A], ids=lambda arch: arch.name)
+def test_other_archs_have_the_baseline(arch: object) -> None:
+    assert [strategy.name for strategy in strategies_for(facts_of(), arch)] == ["chunked"]
+
+
+def test_uncovered_head_dims_name_what_is_covered() -> None:
+    with pytest.raises(UnsupportedError, match=r"K=80.*\(64, 96, 128, 192, 256\).*\(64, 96, 128, 192, 256, 512\)"):
+        strategies_for(facts_of(K=80), SM90A)
+
+
+def chosen(HV: int, chunks: int, sequences: int = 1, **changes: object) -> tuple[str, int | None]:
+    extents = Extents(chunks=chunks * sequences, longest=chunks, sequences=sequences)
+    dispatch = select.choose(facts_of(H=2, HV=HV, **changes), SM90A, hardware=H200, extents=extents)
+    return dispatch.strategy, dispatch.split
+
+
+def test_a_long_sequence_of_few_heads_is_split() -> None:
+    strategy, split = chosen(8, 512)
+    assert strategy == "split"
+    assert 8 <= split <= 64
+
+
+def test_a_full_gpu_computes_whole_sequences() -> None:
+    assert chosen(64, 64, sequences=8) == ("fused", None)
+
+
+def test_a_call_may_forbid_splits() -> None:
+    assert chosen(8, 512, auto_cp=False) == ("fused", None)
+
+
+def test_the_first_call_asks_for_the_kernels_of_all_sizes() -> None:
+    facts = facts_of()
+    requests = select.requests_for_any_size(facts, SM90A)
+    for extents in (Extents(512, 512, 1), Extents(512, 64, 8), Extents(1, 1, 1)):
+        dispatch = select.choose(facts, SM90A, hardware=H200, extents=extents)
+        assert set(dispatch.requests.values()) <= set(requests)
+
+
+@pytest.mark.parametrize("longest", [1, 4, 5, 64, 4096])
+def test_segment_lengths_begin_with_the_default_and_hold_none_once(longest: int) -> None:
+    facts, extents = facts_of(), Extents(longest, longest, 1)
+    lengths = segment_lengths(facts, extents, 132)
+    assert lengths.count(None) == 1
+    assert len(set(lengths)) == len(lengths)
+    assert all(length is None or length < longest for length in lengths)
+    assert split_pays(facts, extents, 132) == (lengths[0] is not None)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("chunks", [16, 512])
+def test_the_best_split_is_expected_to_pay(rows: int, chunks: int) -> None:
+    L = best_split(rows, chunks, chunks, 1, 132)
+    if L is not None:
+        assert split_us(rows, chunks, chunks, 1, L, 132) < whole_us(rows, chunks, chunks, 132)
