@@ -30,6 +30,10 @@ from .splits import SEGMENTS, best_split
 KEY_DIMS = (64, 96, 128, 192, 256)
 VALUE_DIMS = (64, 96, 128, 192, 256, 512)
 
+# Of memory for what segments do to the state, at most. Every sequence has a place for it, so thousands of short ones beside
+# a long one would take more than the chunk states of the baseline do.
+TRANSFER_BYTES = 2**30
+
 _NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -159,7 +163,11 @@ def segment_lengths(facts: CallFacts, extents: Extents, sm_count: int) -> tuple[
 
 
 def split_pays(facts: CallFacts, extents: Extents, sm_count: int) -> bool:
-    return facts.auto_cp and _best_split(facts, extents, sm_count) is not None
+    L = _best_split(facts, extents, sm_count)
+    if not facts.auto_cp or L is None:
+        return False
+    places = extents.chunks // L + extents.sequences
+    return 4 * places * facts.HV * (facts.V + facts.K) * facts.K <= TRANSFER_BYTES
 
 
 def _best_split(facts: CallFacts, extents: Extents, sm_count: int) -> int | None:

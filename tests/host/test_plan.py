@@ -74,6 +74,12 @@ def test_a_call_may_forbid_splits() -> None:
     assert chosen(8, 512, auto_cp=False) == ("fused", None)
 
 
+def test_thousands_of_short_sequences_beside_a_long_one_are_not_split() -> None:
+    facts = facts_of(H=16, HV=64)
+    assert split_pays(facts, Extents(chunks=1024, longest=1024, sequences=1), 132)
+    assert not split_pays(facts, Extents(chunks=3024, longest=1024, sequences=2000), 132)
+
+
 def test_the_first_call_asks_for_the_kernels_of_all_sizes() -> None:
     facts = facts_of()
     requests = select.requests_for_any_size(facts, SM90A)
@@ -89,7 +95,7 @@ def test_segment_lengths_begin_with_the_default_and_hold_none_once(longest: int)
     assert lengths.count(None) == 1
     assert len(set(lengths)) == len(lengths)
     assert all(length is None or length < longest for length in lengths)
-    assert split_pays(facts, extents, 132) == (lengths[0] is not None)
+    assert split_pays(facts, extents, 132) == (lengths[0] is not None)          # a small workspace, whatever the length
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
