@@ -176,9 +176,11 @@ def _best_split(facts: CallFacts, extents: Extents, sm_count: int) -> int | None
 
 
 def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[CallFacts, Arch], Rejection | None]:
-    """A strategy serves a call if each of its templates does, with its default config."""
+    """A strategy serves a call if the baseline would, and each of its templates does with its default config."""
 
     def rejection(facts: CallFacts, arch: Arch) -> Rejection | None:
+        if (reason := covers_head_dims(facts, arch)) is not None:
+            return reason                # nothing to verify it against
         for step in steps(facts).values():
             config = step.template.default_config(step.problem, arch)
             reason = step.template.rejection(step.problem, config, arch)

@@ -49,9 +49,10 @@ def test_other_archs_have_the_baseline(arch: object) -> None:
     assert [strategy.name for strategy in strategies_for(facts_of(), arch)] == ["chunked"]
 
 
-def test_uncovered_head_dims_name_what_is_covered() -> None:
-    with pytest.raises(UnsupportedError, match=r"K=80.*\(64, 96, 128, 192, 256\).*\(64, 96, 128, 192, 256, 512\)"):
-        strategies_for(facts_of(K=80), SM90A)
+@pytest.mark.parametrize(("K", "V"), [(80, 128), (128, 384)], ids=str)
+def test_uncovered_head_dims_name_what_is_covered(K: int, V: int) -> None:
+    with pytest.raises(UnsupportedError, match=rf"K={K}, V={V}.*\(64, 96, 128, 192, 256\).*\(64, 96, 128, 192, 256, 512\)"):
+        strategies_for(facts_of(K=K, V=V), SM90A)
 
 
 def chosen(HV: int, chunks: int, sequences: int = 1, **changes: object) -> tuple[str, int | None]:
