@@ -19,7 +19,7 @@ from typing import Any
 
 import results
 import torch
-from systems import SYSTEMS, System, dispatch_of
+from systems import SYSTEMS, System, strategy_of
 from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms
 from workload import ROWS, Inputs, Row, rotated_inputs
 
@@ -113,7 +113,7 @@ def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured
             o, final_state = calls[0]()
             measured[system.name] = {"rel_l2": {"o": rel_l2(o, o64), "state": rel_l2(final_state, state64)}}
             if system.name == "qla_jit":
-                measured[system.name]["strategy"] = dispatch_of(inputs[0], gpu_info(inputs[0].q.device).arch).strategy
+                measured[system.name]["strategy"] = strategy_of(inputs[0], gpu_info(inputs[0].q.device))
             graphs[system.name] = graph_of(calls)
         except Exception as error:       # a benchmark reports what a library answers and goes on with the next one
             measured[system.name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}

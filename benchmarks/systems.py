@@ -13,8 +13,8 @@ import torch
 from workload import Inputs
 
 if TYPE_CHECKING:
-    from qla_jit.kernel_templates.arch import Arch
-    from qla_jit.select import Dispatch
+    from qla_jit.device import GpuInfo
+    from qla_jit.ops.inputs import CallInputs
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
@@ -52,15 +52,24 @@ def qla_jit_call(x: Inputs) -> Call:
     return call
 
 
-def dispatch_of(x: Inputs, arch: Arch) -> Dispatch:
-    """How qla_jit would compute the call: its strategy and its kernels. Works on the CPU too."""
-    from qla_jit import select
+def checked(x: Inputs) -> CallInputs:
     from qla_jit.ops.inputs import check_inputs
 
-    return select.choose(check_inputs(
+    return check_inputs(
         x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, output_final_state=True,
         cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_seqlens_cpu,
-    ).facts, arch)
+    )
+
+
+def strategy_of(x: Inputs, gpu: GpuInfo) -> str:
+    """How qla_jit computes the call on such a GPU, with the chunks of a segment where it splits: "split/32"."""
+    from qla_jit import select
+    from qla_jit.tuning_records import Hardware
+
+    inputs = checked(x)
+    extents = select.bucket(select.extents_of(inputs))
+    dispatch = select.choose(inputs.facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
+    return dispatch.strategy if dispatch.split is None else f"{dispatch.strategy}/{dispatch.split}"
 
 
 def flash_qla_call(x: Inputs) -> Call:

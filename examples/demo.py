@@ -89,7 +89,7 @@ def run(layer: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def kernel_requests(layer: dict[str, torch.Tensor], arch: Arch) -> list[CompileRequest]:
     """The kernels that run() needs on a GPU of this arch."""
-    return list(select.choose(check_inputs(**layer, output_final_state=True).facts, arch).requests.values())
+    return select.requests_for_any_size(check_inputs(**layer, output_final_state=True).facts, arch)
 
 
 def timed(what: str, call, *, on_gpu: bool = False):
