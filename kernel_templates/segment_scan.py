@@ -15,19 +15,25 @@ The roles are those of register_state_forward without Q, P and O.
 from dataclasses import dataclass
 
 from .arch import Arch
-from .contract import Buffer, Rejection, Role, Template, knob
+from .contract import Buffer, Role, Template, knob
 from .language import T, macro
 from .macros.register_roles import (
+    AUX,
     GAMMA,
     GATE_STAGES,
     HALF,
+    LOADERS,
     LOG_GAMMA,
     ROWS,
+    STATE,
     TO_END,
     WARP,
     Walk,
+    allocate,
+    allow_register_indices,
     bounds_of,
     emit_x,
+    shapes_are_covered,
     signal,
     sum_gates,
     values_minus_decayed,
@@ -76,19 +82,8 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
     )
 
 
-STATE, AUX, LOADERS = Role("state", 256, 192), Role("aux", 128, 104), Role("loaders", 128, 24)
-
-
 def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (STATE, AUX, LOADERS)
-
-
-def shapes_are_covered(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if problem.C != 64 or problem.K != ROWS or problem.V % ROWS:
-        return Rejection(f"written for C=64, K={ROWS}, V a multiple of {ROWS}; got C={problem.C}, K={problem.K}, V={problem.V}")
-    if problem.dtype != "bfloat16":
-        return Rejection(f"written for bfloat16, whose range the rescaled state needs; got {problem.dtype}")
-    return None
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
@@ -311,12 +306,9 @@ def prepare_gates(walk, tiles, lane, g, A_log, dt_bias, warm_chunks):
 
 
 def build(problem: Problem, config: Config):
-    import tilelang
     from tilelang.layout import make_swizzled_layout
 
-    # Registers indexed inside T.Parallel fold to constants; the check that forbids it cannot be switched off by its option.
-    tilelang.analysis.ParallelLocalIndexChecker = lambda: lambda module: module
-
+    allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
     B, tokens, slots, bounds, places = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds", "places"))
     N = bounds - 1 if problem.packed else B
@@ -336,13 +328,7 @@ def build(problem: Problem, config: Config):
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
-            shared = {}
-            for buffer in buffers(problem, config):
-                scope = "shared" if buffer.dtype == "float32" else "shared.dyn"
-                shared[buffer.name] = T.alloc_shared((buffer.stages, *buffer.shape), buffer.dtype, scope=scope)
-            barriers = {}
-            for name, (arrivals, stages) in barrier_counts(config).items():
-                barriers[name] = T.alloc_barrier(arrive_count=[arrivals] * stages)
+            shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
             T.annotate_layout({tiles.v: make_swizzled_layout(tiles.v)})
             walk = Walk(problem, cu_seqlens, tokens, N, places, V // ROWS + 1, chunks_per_segment, block, blocks)

@@ -4,8 +4,12 @@ A block is persistent. Its work is a list of items: a sequence, or a segment of 
 state's rows. Every role walks through the same list on its own; barriers say when a shared tile is full and when it is free.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ..arch import Arch
+from ..contract import Buffer, Rejection, Role
 from ..language import T, macro
 from .gates import LOG2E, RESET
 from .register_tiles import from_registers, to_registers
@@ -18,8 +22,38 @@ GATE_STAGES = 3
 RESCALE_BELOW = -40.0                    # log2: 2^40 times a bf16 product is far inside float32
 WARP = 32
 
+# 192 + 192 + 104 + 24 registers a thread are all that 512 threads can have. 184 for the state spills, 96 for aux makes ptxas
+# serialise wgmma (C7512); no other split compiled.
+STATE, AUX, LOADERS = Role("state", 256, 192), Role("aux", 128, 104), Role("loaders", 128, 24)
+
 # Rows of the gates tile, over tokens i: gamma 2^c for W, (gamma_L / gamma) 2^-c' for X, scale gamma 2^c for O, log2 gamma.
 GAMMA, TO_END, GAMMA_SCALED, LOG_GAMMA = range(4)
+
+
+def shapes_are_covered(problem: Any, config: Any, arch: Arch) -> Rejection | None:
+    if problem.C != 64 or problem.K != ROWS or problem.V % ROWS:
+        return Rejection(f"written for C=64, K={ROWS}, V a multiple of {ROWS}; got C={problem.C}, K={problem.K}, V={problem.V}")
+    if problem.dtype != "bfloat16":
+        return Rejection(f"written for bfloat16, whose range the rescaled state needs; got {problem.dtype}")
+    return None
+
+
+def allocate(buffers: Sequence[Buffer], barrier_counts: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The shared tiles by name, every one with a leading axis of stages, and the barriers by name: (arrivals, stages)."""
+    tiles, barriers = {}, {}
+    for buffer in buffers:
+        scope = "shared" if buffer.dtype == "float32" else "shared.dyn"
+        tiles[buffer.name] = T.alloc_shared((buffer.stages, *buffer.shape), buffer.dtype, scope=scope)
+    for name, (arrivals, stages) in barrier_counts.items():
+        barriers[name] = T.alloc_barrier(arrive_count=[arrivals] * stages)
+    return tiles, barriers
+
+
+def allow_register_indices() -> None:
+    """Let registers be indexed inside T.Parallel, where they fold to constants. The check's own option is not registered."""
+    import tilelang
+
+    tilelang.analysis.ParallelLocalIndexChecker = lambda: lambda module: module
 
 
 @dataclass(frozen=True)
