@@ -13,6 +13,7 @@ from .inputs import CPU_DTYPES, CallInputs, check_inputs, check_tensor, state_sh
 from .results import ForwardResult, Gradients
 
 
+@torch.compiler.disable      # a graph break, as in FLA: a graph cannot hold what launches kernels by itself
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -114,6 +115,7 @@ def chunk_gated_delta_rule(
     return result.o, result.final_state
 
 
+@torch.compiler.disable
 def chunk_gated_delta_rule_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -166,6 +168,7 @@ def chunk_gated_delta_rule_fwd(
         return _forward(inputs)
 
 
+@torch.compiler.disable
 def chunk_gated_delta_rule_bwd(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -9,6 +9,7 @@ from . import fallback
 from .inputs import check_inputs
 
 
+@torch.compiler.disable
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -224,3 +224,11 @@ def test_slow_gradients_warn_once_per_process():
         chunk._warn_slow_gradients()
     assert [str(warning.message) for warning in caught] == [str(caught[0].message)]
     assert "torch.no_grad()" in str(caught[0].message)
+
+
+def test_a_compiled_caller_breaks_its_graph_around_the_call() -> None:
+    call = arguments(Case(lengths=(70,), packed=False))
+    expected, _ = qla_jit.chunk_gated_delta_rule(**call)
+    compiled = torch.compile(lambda q, rest: 2 * qla_jit.chunk_gated_delta_rule(q + 0, **rest)[0], backend="eager")
+    actual = compiled(call["q"], {name: x for name, x in call.items() if name != "q"})
+    assert torch.equal(actual, 2 * expected)
