@@ -1,7 +1,8 @@
-"""Find directories that caches may use: QLA_JIT_CACHE_DIR, the user's cache directory, then a private temporary one.
+"""Find directories that caches may use: QLA_JIT_CACHE_DIR, the user's cache directory, then a private temporary one; and
+those of QLA_JIT_BUNDLE_PATH, which are only read.
 
-A cache holds code that this process will run, so a directory that others can write to is not used. Trouble is never an
-error: it costs one warning, and the next directory is taken.
+They hold code that this process will run, so a directory that others can write to is not used. Trouble is never an error:
+it costs one warning, and the next directory is taken.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ def writable_cache_dir() -> Path | None:
     return found[-1].path if found and found[-1].writable else None
 
 
+def bundle_dirs() -> tuple[Path, ...]:
+    """The directories of QLA_JIT_BUNDLE_PATH that can be trusted, in its order. Nothing is created or written there."""
+    return _trusted(settings().bundle_path)
+
+
 def temporary_dir() -> Path:
     """This user's directory on the node's own disk, for locks and as the last place for a cache. See refusal()."""
     return Path(tempfile.gettempdir(), f"qla_jit-{os.geteuid()}")
@@ -51,6 +57,14 @@ def refusal(path: Path) -> str | None:
         return f"{path} is not an absolute path (this user has no home directory?)"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{path} cannot be used: {error.strerror}"
+    return distrust(path)
+
+
+def distrust(path: Path) -> str | None:
+    """Why a directory cannot be read and trusted as it is, or None."""
+    try:
         # Everyone can put a link with the temporary directory's name in its place.
         status = path.lstat() if path == temporary_dir() else path.stat()
     except OSError as error:
@@ -64,6 +78,20 @@ def refusal(path: Path) -> str | None:
     if not os.access(path, os.R_OK | os.X_OK):
         return f"{path} is not readable"
     return None
+
+
+def kernels_in(directory: Path) -> int:
+    """How many kernels a cache or a bundle holds, whole or damaged; kernel_store.py has the layout."""
+    return sum(1 for _ in directory.glob("kernels/*/*/*/manifest.json"))
+
+
+@functools.cache
+def _trusted(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    reasons = {path: distrust(path) for path in paths}
+    complaints = [why for why in reasons.values() if why is not None]
+    if complaints:
+        logger.warning("%s; no prebuilt kernels are taken from there (QLA_JIT_BUNDLE_PATH)", "; ".join(complaints))
+    return tuple(path for path, why in reasons.items() if why is None)
 
 
 @functools.cache

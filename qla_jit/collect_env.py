@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 
-from .settings import VARIABLES, Variable, available_cpus
+from .settings import VARIABLES, Variable, available_cpus, settings
 
 PACKAGES = ("qla_jit", "torch", "tilelang", "apache-tvm-ffi", "triton", "diskcache", "pydantic")
 
@@ -26,6 +26,7 @@ def report() -> str:
         ("GPUs", _gpus),
         ("CPUs", lambda: f"{available_cpus()} of {os.cpu_count()} may be used"),
         ("cache", _caches),
+        ("bundles", _bundles),
         *((variable.name, functools.partial(_setting, variable)) for variable in VARIABLES),
     ]
     width = max(len(name) for name, _ in facts) + 2
@@ -79,15 +80,26 @@ def _gpus() -> str:
 
 
 def _caches() -> str:
-    from .cache_dir import cache_dirs
+    from .cache_dir import cache_dirs, kernels_in
 
     lines = []
     for directory in cache_dirs():
-        kernels = sum(1 for _ in directory.path.glob("kernels/*/*/*/manifest.json"))
+        kernels = kernels_in(directory.path)
         quarantined = sum(1 for _ in directory.path.glob("quarantine/*"))
         access = "writable" if directory.writable else "read only"
         lines.append(f"{directory.path}: {access}, {kernels} kernels, {quarantined} in quarantine")
     return "\n".join(lines) or "memory only"
+
+
+def _bundles() -> str:
+    from .cache_dir import bundle_dirs, distrust, kernels_in
+
+    used = bundle_dirs()
+    lines = [
+        f"{path}: {kernels_in(path)} kernels" if path in used else f"not used: {distrust(path)}"
+        for path in settings().bundle_path
+    ]
+    return "\n".join(lines) or "none"
 
 
 def _setting(variable: Variable) -> str:

@@ -74,7 +74,7 @@ def compile_to(directory: Path, request: CompileRequest) -> None:
             found = f"`{nvcc} --version` does not answer with one"
         raise EnvironmentUnsuitable(
             f"compiling a kernel needs a CUDA compiler, and {found}. Install the CUDA toolkit, "
-            "or set QLA_JIT_CACHE_DIR to a cache that was filled on a machine with nvcc."
+            "or set QLA_JIT_BUNDLE_PATH to what qla-tune build made on a machine with nvcc."
         )
     scratch = directory / "scratch"
     scratch.mkdir()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from . import compiler, record_store
-from .cache_dir import cache_dirs, refusal
+from .cache_dir import bundle_dirs, cache_dirs, distrust, kernels_in, refusal
 from .settings import VARIABLES, settings
 from .tuning_records import Versions
 
@@ -46,7 +46,7 @@ def examine() -> list[Finding]:
     """Every check, in the order in which they build on each other."""
     checks: list[tuple[str, Callable[[str], Finding]]] = [
         ("settings", _settings), ("versions", _versions), ("tilelang", _tilelang), ("nvcc", _nvcc), ("driver", _driver),
-        ("gpu", _gpu), ("cache directory", _cache), ("records", _records),
+        ("gpu", _gpu), ("cache directory", _cache), ("bundles", _bundles), ("records", _records),
     ]
     findings = []
     for name, check in checks:
@@ -92,6 +92,8 @@ def _tilelang(name: str) -> Finding:
 
 def _nvcc(name: str) -> Finding:
     nvcc = compiler.find_nvcc()
+    if nvcc is None and settings().mode == "require":
+        return Finding(name, "ok", "not found, and not needed: QLA_JIT_MODE=require never compiles")
     if nvcc is None:
         advice = "install the CUDA toolkit or the package nvidia-cuda-nvcc, or use a cache that was filled elsewhere"
         return Finding(name, "failed", "not found", advice)
@@ -138,6 +140,18 @@ def _cache(name: str) -> Finding:
         why = refusal(configured) or "it is read only"
         return Finding(name, "warning", f"{found[-1].path} is used, not {configured}: {why}", "repair it, or name another one")
     return Finding(name, "ok", str(found[-1].path))
+
+
+def _bundles(name: str) -> Finding:
+    used = bundle_dirs()
+    bad = [why for path in settings().bundle_path if path not in used and (why := distrust(path)) is not None]
+    if bad:
+        return Finding(name, "failed", "; ".join(bad), "repair QLA_JIT_BUNDLE_PATH or the directories that it names")
+    counts = {path: kernels_in(path) for path in used}
+    found = "; ".join(f"{count} kernels in {path}" for path, count in counts.items()) or "QLA_JIT_BUNDLE_PATH is not set"
+    if 0 in counts.values():
+        return Finding(name, "failed", found, "name the directory that was --out of qla-tune build")
+    return Finding(name, "ok", found)
 
 
 def _records(name: str) -> Finding:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import compiler, kernel_store
-from .cache_dir import cache_dirs, refusal, temporary_dir
+from .cache_dir import bundle_dirs, cache_dirs, refusal, temporary_dir
 from .compiler import CompileRequest
 from .errors import CompileError, KernelNotCachedError
 from .kernel_store import KernelKey
@@ -35,7 +35,7 @@ class CacheStats:
     """What get() did in this process."""
 
     memory_hits: int = 0
-    disk_hits: int = 0
+    disk_hits: int = 0                   # in a cache directory or in a bundle
     compiles: int = 0
     compile_seconds: float = 0.0         # summed over kernels, so more than the wall time when they compile in parallel
     load_seconds: float = 0.0            # finding, checking and loading entries on disk
@@ -253,9 +253,10 @@ def _not_cached(request: CompileRequest, key: KernelKey) -> str:
         nearest = "the nearest one differs in " + ", ".join(differences)
     return (
         f"{request} is not in the kernel cache ({_places()}), and QLA_JIT_MODE=require forbids compiling; {nearest}. Make the "
-        "same call once with QLA_JIT_MODE=lookup where nvcc is installed, or set QLA_JIT_CACHE_DIR to a cache that has it."
+        "same call once with QLA_JIT_MODE=lookup where nvcc is installed, or set QLA_JIT_CACHE_DIR to a cache that has it, or "
+        "QLA_JIT_BUNDLE_PATH to a directory that qla-tune build made."
     )
 
 
 def _places() -> str:
-    return ", ".join(str(directory.path) for directory in cache_dirs()) or "memory only"
+    return ", ".join(map(str, (*(directory.path for directory in cache_dirs()), *bundle_dirs()))) or "memory only"

@@ -5,6 +5,8 @@
     <cache>/quarantine/    entries that failed their manifest
     <cache>/logs/          logs of failed builds
 
+The directories of QLA_JIT_BUNDLE_PATH have the same `kernels/`, are asked after the caches, and are only read.
+
 nvcc belongs to the key, yet has a directory level of its own: a machine without nvcc looks for the rest of the key and
 takes the newest nvcc that it finds. A machine with nvcc takes its own version only.
 
@@ -28,7 +30,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from .cache_dir import cache_dirs, writable_cache_dir
+from .cache_dir import bundle_dirs, cache_dirs, writable_cache_dir
 from .compiler import ARTEFACTS
 from .launch import LoadedKernel, load
 
@@ -78,16 +80,22 @@ class Manifest(BaseModel):
 
 
 def find(key: KernelKey) -> LoadedKernel | None:
-    """Load the kernel from disk; None if no intact entry is there. A damaged one is moved to quarantine."""
+    """Load the kernel from disk; None if no intact entry is there. A damaged one is moved to quarantine, or if it is in a
+    bundle passed over."""
     for cache in cache_dirs():
         for entry in _entries(cache.path, key):
-            if not entry.is_dir():
-                continue
             try:
-                manifest = _check(entry, key)
-                return load(entry, digest=manifest.key.digest())
+                if (kernel := _load(entry, key)) is not None:
+                    return kernel
             except (OSError, RuntimeError, ValueError) as error:
                 _quarantine(entry, cache.path, error)
+    for bundle in bundle_dirs():
+        for entry in _entries(bundle, key):
+            try:
+                if (kernel := _load(entry, key)) is not None:
+                    return kernel
+            except (OSError, RuntimeError, ValueError) as error:
+                _warn_once(f"a prebuilt kernel is damaged and is passed over: {error}; it is in {entry}")
     return None
 
 
@@ -169,12 +177,21 @@ def _version_numbers(entry: Path) -> list[int]:
 
 
 def _keys() -> Iterator[KernelKey]:
-    for cache in cache_dirs():
-        for path in cache.path.glob(f"kernels/*/*/*/{MANIFEST}"):
+    for place in (*(cache.path for cache in cache_dirs()), *bundle_dirs()):
+        for path in place.glob(f"kernels/*/*/*/{MANIFEST}"):
             try:
                 yield Manifest.model_validate_json(path.read_bytes()).key
             except (OSError, ValueError):
                 continue                 # find() deals with damage
+
+
+def _load(entry: Path, key: KernelKey) -> LoadedKernel | None:
+    """The kernel of an entry; None if it is not there.
+
+    Raises:
+        OSError, RuntimeError, ValueError: it is damaged, or made for another machine.
+    """
+    return load(entry, digest=_check(entry, key).key.digest()) if entry.is_dir() else None
 
 
 def _check(entry: Path, key: KernelKey) -> Manifest:

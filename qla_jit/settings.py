@@ -24,6 +24,7 @@ class Settings:
 
     mode: Mode
     cache_dir: Path | None               # None: the user's cache directory
+    bundle_path: tuple[Path, ...]
     db_path: tuple[Path, ...]
     capture: Path | None                 # None: nothing is counted
     jobs: int
@@ -123,6 +124,11 @@ VARIABLES: tuple[Variable, ...] = (
         "QLA_JIT_CACHE_DIR", "cache_dir",
         "Where compiled kernels and tuned records are kept.",
         "the user's cache directory (`$XDG_CACHE_HOME/qla_jit` or `~/.cache/qla_jit`)", _directory, lambda: None,
+    ),
+    Variable(
+        "QLA_JIT_BUNDLE_PATH", "bundle_path",
+        "Directories of prebuilt kernels (`qla-tune build`) to read, never written, separated like PATH; asked after the cache.",
+        "none", _directories, lambda: (),
     ),
     Variable(
         "QLA_JIT_DB_PATH", "db_path",

@@ -11,7 +11,7 @@ import pytest
 import records
 from records import DEFAULT, H200, entry, negative, problem
 
-from qla_jit import cli, device, doctor, record_store, select, tuning_db
+from qla_jit import cache_dir, cli, device, doctor, record_store, select, tuning_db
 from qla_jit.device import GpuInfo
 from qla_jit.doctor import Finding
 from qla_jit.errors import EnvironmentUnsuitable
@@ -27,7 +27,8 @@ STALE = records.record().provenance.model_copy(update={"versions": Versions(tile
 def places(tmp_path, monkeypatch):
     """No records anywhere but under tmp_path, and an H200 as the GPU."""
     monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("QLA_JIT_DB_PATH", raising=False)
+    for name in ("QLA_JIT_DB_PATH", "QLA_JIT_BUNDLE_PATH", "QLA_JIT_MODE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
     monkeypatch.setattr(cli, "gpu_count", lambda: 1)
@@ -372,6 +373,25 @@ def test_doctor_tells_of_a_damaged_record_file_and_of_a_bad_cache_directory(plac
     assert "gdn_forward.sm_90a.json" in findings["records"].found
     assert "can be written by others" in findings["cache directory"].found
     assert (findings["tilelang"].status, findings["tilelang"].found) == ("failed", "TimeoutError: hangs")
+
+
+@pytest.mark.parametrize(("mode", "status"), [("lookup", "failed"), ("require", "ok")])
+def test_doctor_misses_nvcc_only_where_kernels_may_be_compiled(monkeypatch, mode, status):
+    monkeypatch.setenv("QLA_JIT_MODE", mode)
+    monkeypatch.setattr(doctor.compiler, "find_nvcc", lambda: None)
+    assert doctor._nvcc("nvcc").status == status
+
+
+def test_doctor_fails_on_a_bundle_that_is_empty_or_not_trusted(places, monkeypatch):
+    bundle = places / "bundle"
+    assert doctor._bundles("bundles") == Finding("bundles", "ok", "QLA_JIT_BUNDLE_PATH is not set")
+    monkeypatch.setenv("QLA_JIT_BUNDLE_PATH", str(bundle))
+    assert "No such file or directory" in doctor._bundles("bundles").found
+    (bundle / "kernels/ab/abcd/nvcc-13.0.88").mkdir(parents=True)
+    cache_dir._trusted.cache_clear()
+    assert (doctor._bundles("bundles").status, doctor._bundles("bundles").found) == ("failed", f"0 kernels in {bundle}")
+    (bundle / "kernels/ab/abcd/nvcc-13.0.88/manifest.json").touch()
+    assert (doctor._bundles("bundles").status, doctor._bundles("bundles").found) == ("ok", f"1 kernels in {bundle}")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,15 @@ def test_the_cache_is_described(cache):
     assert facts()["cache"] == f"{cache}: writable, 1 kernels, 0 in quarantine"
 
 
+def test_bundles_are_listed_with_why_they_are_not_used(tmp_path, monkeypatch):
+    assert facts()["bundles"] == "none"
+    (tmp_path / "bundle").mkdir(mode=0o755)
+    monkeypatch.setenv("QLA_JIT_BUNDLE_PATH", f"{tmp_path / 'bundle'}:{tmp_path / 'missing'}")
+    assert collect_env._bundles().splitlines() == [
+        f"{tmp_path / 'bundle'}: 0 kernels", f"not used: {tmp_path / 'missing'} cannot be used: No such file or directory",
+    ]
+
+
 def test_a_bad_setting_is_reported_and_does_not_end_the_report(monkeypatch):
     monkeypatch.setenv("QLA_JIT_JOBS", "many")
     names = facts()

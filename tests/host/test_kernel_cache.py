@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", None)
-    for name in ("QLA_JIT_MODE", "QLA_JIT_JOBS", "QLA_JIT_COMPILE_TIMEOUT"):
+    for name in ("QLA_JIT_MODE", "QLA_JIT_JOBS", "QLA_JIT_COMPILE_TIMEOUT", "QLA_JIT_BUNDLE_PATH"):
         monkeypatch.delenv(name, raising=False)
     kernel_cache.clear_memory()
     yield path
@@ -317,6 +317,80 @@ def test_an_executable_that_cannot_be_loaded_here_is_damage_too(compiled, cache,
     edit_manifest(lambda m: m["files"]["executable.so"].update(kernel_store._stamp(bytes(data)).model_dump()))(entry)
     assert_launches(*get([request()]))
     assert len(compiled) == 1
+
+
+# Bundles: directories of prebuilt kernels, which are only read.
+
+
+@pytest.fixture
+def bundle(entry, cache, tmp_path, monkeypatch):
+    """A bundle that holds the entry, which is in no cache any more."""
+    path = tmp_path / "bundle"
+    path.mkdir(mode=0o755)
+    (cache / "kernels").rename(path / "kernels")
+    monkeypatch.setenv("QLA_JIT_BUNDLE_PATH", f"{tmp_path / 'missing'}{os.pathsep}{path}")
+    cache_dir._trusted.cache_clear()
+    kernel_store._warn_once.cache_clear()
+    return path
+
+
+def contents(directory):
+    return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("nvcc", ["there", "absent"])
+@pytest.mark.parametrize("mode", ["lookup", "require"])
+def test_a_bundle_serves_what_the_cache_lacks_and_nothing_is_written(bundle, cache, tmp_path, monkeypatch, mode, nvcc):
+    monkeypatch.setenv("QLA_JIT_MODE", mode)
+    if nvcc == "absent":
+        monkeypatch.setattr(compiler, "find_nvcc", lambda: None)
+    before, there = stats(), contents(bundle)
+    (kernel,) = get([request()])
+    assert_launches(kernel)
+    assert kernel.directory.is_relative_to(bundle)
+    assert delta(before) == {"memory_hits": 0, "disk_hits": 1, "compiles": 0}
+    assert contents(bundle) == there
+    assert not (tmp_path / "missing").exists()
+    assert not (cache / "kernels").exists()
+
+
+@needs_nvcc
+def test_the_cache_is_asked_before_a_bundle(bundle, cache):
+    shutil.copytree(bundle / "kernels", cache / "kernels")
+    (kernel,) = get([request()])
+    assert kernel.directory == entry_of(cache, request())
+
+
+@needs_nvcc
+def test_a_damaged_entry_of_a_bundle_is_a_miss_with_one_warning_and_stays(compiled, bundle, cache, caplog):
+    flip_a_bit("executable.so")(entry_of(bundle, request()))
+    there = contents(bundle)
+    (kernel,) = get([request()])
+    assert kernel.directory == entry_of(cache, request())
+    assert len(compiled) == 1
+    assert contents(bundle) == there
+    assert not (cache / "quarantine").exists()
+    (warning,) = [record.getMessage() for record in caplog.records if "kernel is damaged" in record.getMessage()]
+    assert str(entry_of(bundle, request())) in warning
+
+
+@needs_nvcc
+def test_a_bundle_that_others_can_write_to_is_not_used(compiled, bundle, caplog):
+    bundle.chmod(0o777)
+    get([request()])
+    assert len(compiled) == 1
+    (warning,) = [record.getMessage() for record in caplog.records if "QLA_JIT_BUNDLE_PATH" in record.getMessage()]
+    assert f"{bundle} can be written by others" in warning
+    assert "missing cannot be used: No such file or directory" in warning
+
+
+@needs_nvcc
+def test_a_miss_in_require_mode_names_the_bundle_and_its_nearest_kernel(bundle, monkeypatch):
+    monkeypatch.setenv("QLA_JIT_MODE", "require")
+    with pytest.raises(KernelNotCachedError, match=r"config\.threads \(64 there, 128 wanted\)") as raised:
+        get([request(threads=128)])
+    assert str(bundle) in str(raised.value)
 
 
 # A cache that cannot be used.

@@ -22,7 +22,7 @@ def _clean_environment(monkeypatch):
 
 def test_defaults():
     assert settings() == Settings(
-        mode="lookup", cache_dir=None, db_path=(), capture=None, jobs=available_cpus(), compile_timeout=600.0
+        mode="lookup", cache_dir=None, bundle_path=(), db_path=(), capture=None, jobs=available_cpus(), compile_timeout=600.0
     )
 
 
@@ -39,6 +39,7 @@ def test_every_field_has_one_variable_and_every_variable_a_meaning_and_a_default
         ("QLA_JIT_MODE", "", "lookup"),
         ("QLA_JIT_CACHE_DIR", "/var/cache/qla", Path("/var/cache/qla")),
         ("QLA_JIT_CACHE_DIR", "~/kernels", Path.home() / "kernels"),
+        ("QLA_JIT_BUNDLE_PATH", "/a:/b", (Path("/a"), Path("/b"))),
         ("QLA_JIT_DB_PATH", "/a:/b", (Path("/a"), Path("/b"))),
         ("QLA_JIT_CAPTURE", "/a", Path("/a")),
         ("QLA_JIT_JOBS", "3", 3),
@@ -58,6 +59,7 @@ def test_a_variable_sets_its_field_at_the_next_call(monkeypatch, name, text, val
     [
         ("QLA_JIT_MODE", "fast", "one of lookup, require"),
         ("QLA_JIT_CACHE_DIR", "cache", "an absolute path"),
+        ("QLA_JIT_BUNDLE_PATH", "kernels", "absolute paths separated by ':'"),
         ("QLA_JIT_DB_PATH", "/a:b", "absolute paths separated by ':'"),
         ("QLA_JIT_JOBS", "0", "a whole number of at least 1"),
         ("QLA_JIT_JOBS", "two", "a whole number of at least 1"),
