@@ -1,4 +1,4 @@
-"""The command line, qla-tune: tune, and look at, check and move what was tuned.
+"""The command line, qla-tune: tune, look at, check and move what was tuned, and build kernels ahead.
 
 Results go to stdout, as plain tables or with --json as one JSON document; progress and errors go to stderr.
 """
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from . import record_store, select
+from . import bundle, enumeration, record_store, select
 from .capture import load_workload
 from .cli_output import (
     describe,
@@ -35,12 +35,15 @@ from .cli_output import (
 )
 from .device import gpu_count, gpu_info
 from .doctor import examine
+from .enumeration import Variants
 from .errors import EnvironmentUnsuitable, InputError, QLAError, RecordError, UnsupportedError, VerificationError
 from .kernel_templates.arch import ARCHES
-from .models import model, models
+from .models import ModelShape, model, models
+from .ops.inputs import GPU_DTYPES, INDEX_DTYPES, KERNEL_DTYPES
 from .record_store import Stored
 from .tune import report, session
 from .tune.search_space import extents_of
+from .tune.session import Event
 from .tuning_records import (
     FORWARD,
     Hardware,
@@ -61,7 +64,7 @@ from .workload import DEFAULT_LENGTHS, Target, coverage, facts_of, parse_batches
 class ExitCode(enum.IntEnum):
     OK = 0
     USAGE = 2                            # also what typer exits with
-    PARTIAL = 3                          # a problem has no complete record
+    PARTIAL = 3                          # a problem has no complete record, or a kernel was not built
     VERIFICATION = 4
     ENVIRONMENT = 5
     DATABASE = 6
@@ -86,9 +89,9 @@ ERROR_CODES: tuple[tuple[type[QLAError], ExitCode], ...] = (
 
 app = typer.Typer(
     name="qla-tune", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Tune the kernels of qla_jit, and look at, check and move what was tuned. Exit codes: 0 ok, 2 usage, 3 partial, "
-    "4 verification failed, 5 environment unsuitable, 6 database invalid, 7 regression, 8 required record missing, "
-    "130 interrupted.",
+    help="Tune the kernels of qla_jit, look at, check and move what was tuned, and build kernels ahead. Exit codes: 0 ok, "
+    "2 usage, 3 partial, 4 verification failed, 5 environment unsuitable, 6 database invalid, 7 regression, "
+    "8 required record missing, 130 interrupted.",
 )
 
 
@@ -116,6 +119,8 @@ ChunkSize = Annotated[int, typer.Option("--chunk-size", help="Tokens per chunk: 
 Packed = Annotated[bool, typer.Option("--packed", help="Sequences are packed (cu_seqlens).")]
 LayerFilter = Annotated[LayerOption | None, typer.Option("--layer", help="Only records of this layer.")]
 Prefer = Annotated[PreferOption, typer.Option("--prefer", help="Which record is kept where there are two.")]
+Models = Annotated[list[str] | None, typer.Option("--model", help=f"One of {', '.join(models())}.")]
+Tp = Annotated[list[int] | None, typer.Option("--tp", help="GPUs that share the heads of the model.")]
 Device = Annotated[int, typer.Option("--device", help="Index of the GPU.")]
 Gpu = Annotated[str | None, typer.Option("--gpu", help="ARCH:SMS:L2_MIB, as in sm_90a:132:60, instead of the GPU that is here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -147,8 +152,8 @@ def verb(function: Callable[..., ExitCode]) -> Callable[..., None]:
 def tune(
     heads: Heads = None,
     dims: Dims = None,
-    models_: Annotated[list[str] | None, typer.Option("--model", help=f"One of {', '.join(models())}.")] = None,
-    tp: Annotated[list[int] | None, typer.Option("--tp", help="GPUs that share the heads of the model.")] = None,
+    models_: Models = None,
+    tp: Tp = None,
     workload: Annotated[Path | None, typer.Option("--workload", help="What QLA_JIT_CAPTURE wrote: a file or directory.")] = None,
     lengths: Annotated[
         str, typer.Option("--lengths", help="Batches: 2048:32768 (powers of two), 4x8192, 8192+300 (packed), with commas.")
@@ -422,6 +427,90 @@ def prune(
 
 
 @verb
+def build(
+    arch: Annotated[str, typer.Option("--arch", help=f"Of the GPU that will run them: {', '.join(ARCHES)}.")],
+    sm_count: Annotated[int, typer.Option("--sm-count", min=1, help="Of that GPU; with --arch it says whose records count.")],
+    out: Annotated[Path, typer.Option("--out", help="A directory, to be named by QLA_JIT_BUNDLE_PATH.")],
+    l2_mib: Annotated[
+        int | None, typer.Option("--l2-mib", min=1, help="L2 of that GPU; by default records for any size of it count.")
+    ] = None,
+    heads: Heads = None,
+    dims: Dims = None,
+    models_: Models = None,
+    tp: Tp = None,
+    dtype: Dtype = "bfloat16",
+    chunk_size: ChunkSize = 64,
+    packed: Annotated[bool | None, typer.Option("--packed/--not-packed", help="Only calls with, or without, cu_seqlens.")] = None,
+    index_dtypes: Annotated[
+        list[str] | None, typer.Option("--index-dtype", help="Of cu_seqlens: int32 or int64; by default both.")
+    ] = None,
+    initial_state: Annotated[
+        bool | None, typer.Option("--initial-state/--no-initial-state", help="Only calls with, or without, an initial state.")
+    ] = None,
+    final_state: Annotated[
+        bool | None, typer.Option("--final-state/--no-final-state", help="Only calls that want, or do not, the final state.")
+    ] = None,
+    state_dtype: Annotated[str, typer.Option("--state-dtype", help="Of the initial state.")] = "float32",
+    gate_dtype: Annotated[str, typer.Option("--gate-dtype", help="Of g.")] = "float32",
+    beta_dtype: Annotated[str, typer.Option("--beta-dtype", help="Of beta.")] = "float32",
+    state_v_first: Annotated[bool, typer.Option("--state-v-first", help="States are [N, HV, V, K].")] = False,
+    l2norm: Annotated[bool, typer.Option("--l2norm/--no-l2norm", help="Also for calls that normalise q and k.")] = True,
+    gate_in_kernel: Annotated[bool, typer.Option("--gate-in-kernel", help="Only calls whose g holds logits.")] = False,
+    dt_bias: Annotated[bool, typer.Option("--dt-bias/--no-dt-bias", help="With --gate-in-kernel.")] = True,
+    beta_sigmoid: Annotated[bool, typer.Option("--beta-sigmoid", help="Only calls whose beta holds logits.")] = False,
+    neg_eigval: Annotated[bool, typer.Option("--neg-eigval", help="With --beta-sigmoid: allow_neg_eigval.")] = False,
+    as_json: AsJson = False,
+) -> ExitCode:
+    """Compile what calls on a GPU that need not be here will ask for, into a directory that is shipped with the model."""
+    if arch not in ARCHES:
+        raise InputError(f"--arch must be one of {', '.join(ARCHES)}; got {arch!r}")
+    if bool(heads or dims) == bool(models_ or tp):
+        raise InputError("what to build must be given by --heads and --dims, or by --model and --tp")
+    variants = Variants(
+        dtype=_dtype(dtype, "--dtype", KERNEL_DTYPES),
+        chunk_size=chunk_size,
+        packed=packed,
+        index_dtypes=tuple(_dtype(text, "--index-dtype", INDEX_DTYPES) for text in index_dtypes or ("int32", "int64")),
+        initial_state=initial_state,
+        output_final_state=final_state,
+        state_dtype=_dtype(state_dtype, "--state-dtype", GPU_DTYPES),
+        g_dtype=_dtype(gate_dtype, "--gate-dtype", GPU_DTYPES),
+        beta_dtype=_dtype(beta_dtype, "--beta-dtype", GPU_DTYPES),
+        state_v_first=state_v_first,
+        use_qk_l2norm_in_kernel=l2norm,
+        use_gate_in_kernel=gate_in_kernel,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=beta_sigmoid,
+        allow_neg_eigval=neg_eigval,
+    )
+    gpus = _gpus_with_records(arch, sm_count, l2_mib)
+    needed = {
+        f"{H}:{HV} {K}:{V}": enumeration.kernels(ModelShape(H, HV, K, V), variants, ARCHES[arch], gpus)
+        for (H, HV), (K, V) in _shapes(heads, dims, models_, tp)
+    }
+    results = {}
+    with progress() as on_event:
+        for problem, requests in needed.items():
+
+            def on_kernel(done: int, total: int, problem: str = problem) -> None:
+                on_event(Event("compile", problem, f"{done} of {total} kernels", done, total))
+
+            results[problem] = bundle.build(requests, out, on_kernel=on_kernel)
+    if as_json:
+        rows = [{"problem": problem, **dataclasses.asdict(built)} for problem, built in results.items()]
+        print_json({"directory": str(out.absolute()), "problems": rows})
+    else:
+        print_table(
+            ("problem", "kernels", "bytes", "seconds"),
+            [(problem, built.kernels, built.bytes, f"{built.seconds:.1f}") for problem, built in results.items()],
+        )
+    failures = [failure for built in results.values() for failure in built.failures]
+    for failure in failures:
+        typer.echo(f"not built: {failure}", err=True)
+    return ExitCode.PARTIAL if failures else ExitCode.OK
+
+
+@verb
 def doctor(as_json: AsJson = False) -> ExitCode:
     """Check whether this machine can compile, run and tune kernels, and say what to do about it."""
     findings = examine()
@@ -504,6 +593,22 @@ def _shapes(
     if not heads:
         raise InputError("the heads must be given, as in --heads 2:8")
     return [(pair, of_dims) for pair in parse_pairs(heads, "--heads") for of_dims in parse_pairs(dims or ["128:128"], "--dims")]
+
+
+def _dtype(text: str, option: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in allowed}
+    if text not in names:
+        raise InputError(f"{option} must be one of {', '.join(names)}; got {text!r}")
+    return names[text]
+
+
+def _gpus_with_records(arch: str, sm_count: int, l2_mib: int | None) -> set[Hardware]:
+    """The kinds of GPU that the options may mean, as far as there are records for them."""
+    return {
+        hardware
+        for hardware in (stored.record.hardware for stored in record_store.everything())
+        if (hardware.arch, hardware.sm_count) == (arch, sm_count) and l2_mib in (None, hardware.l2_bytes >> 20)
+    }
 
 
 def _problem(H: int, HV: int, K: int, V: int, dtype: str, chunk_size: int, packed: bool) -> Problem:

@@ -15,6 +15,7 @@ Trouble with the disk is never an error: it costs a warning and, at worst, a com
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -106,25 +107,44 @@ def store(build: Path, key: KernelKey) -> Path | None:
         return None
     entry = _entry(cache, key)
     try:
-        (cache / "staging").mkdir(mode=0o700, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=cache / "staging"))
-        try:
-            contents = {name: (build / name).read_bytes() for name in ARTEFACTS}
-            manifest = Manifest(key=key, files={name: _stamp(data) for name, data in contents.items()})
-            contents[MANIFEST] = manifest.model_dump_json(indent=1).encode()
-            for name, data in contents.items():
-                _write_durably(staging / name, data)
-            _sync_directory(staging)
-            entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            staging.rename(entry)
-            _sync_directory(entry.parent)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        contents = {name: (build / name).read_bytes() for name in ARTEFACTS}
+        manifest = Manifest(key=key, files={name: _stamp(data) for name, data in contents.items()})
+        contents[MANIFEST] = manifest.model_dump_json(indent=1).encode()
+        _publish(contents, entry, cache)
     except OSError as error:
         if not entry.is_dir():           # otherwise another process built the same kernel, and was faster
             _warn_once(f"compiled kernels cannot be kept in {cache}: {error}")
         return None
     return entry
+
+
+def ship(entry: Path, directory: Path) -> Path:
+    """Copy an entry of a cache into a directory of the same layout, readable for everyone; the copy.
+
+    Raises:
+        OSError, ValueError: the entry is damaged, or the directory cannot be written.
+    """
+    key = Manifest.model_validate_json((entry / MANIFEST).read_bytes()).key
+    _check(entry, key)
+    copy = _entry(directory, key)
+    if copy.exists():
+        try:
+            _check(copy, key)
+            return copy
+        except (OSError, ValueError):
+            shutil.rmtree(copy)
+    try:
+        _publish({name: (entry / name).read_bytes() for name in (*ARTEFACTS, MANIFEST)}, copy, directory)
+    except OSError:
+        if not copy.is_dir():            # otherwise another process put the same kernel there, and was faster
+            raise
+    with contextlib.suppress(OSError):   # another process may still use it
+        (directory / "staging").rmdir()
+    for file in copy.iterdir():
+        file.chmod(0o644)
+    for place in (copy, *copy.parents[:3]):              # down to kernels/: nobody but the owner writes, whatever the umask
+        place.chmod(0o755)
+    return copy
 
 
 def keep_log(log: Path, key: KernelKey) -> Path | None:
@@ -154,6 +174,25 @@ def nearest_differences(key: KernelKey) -> list[str] | None:
                 if wanted.get(name) != cached.get(name)
             ])
     return min(candidates, key=len, default=None)
+
+
+def _publish(contents: dict[str, bytes], entry: Path, cache: Path) -> None:
+    """Make an entry of a cache, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written, or is there already.
+    """
+    (cache / "staging").mkdir(mode=0o700, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=cache / "staging"))
+    try:
+        for name, data in contents.items():
+            _write_durably(staging / name, data)
+        _sync_directory(staging)
+        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        staging.rename(entry)
+        _sync_directory(entry.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _entry(cache: Path, key: KernelKey) -> Path:

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import EllipsisType
+from types import EllipsisType, MappingProxyType
 from typing import Any, Literal
 
 from . import record_store
@@ -130,22 +130,12 @@ def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, ex
         if answer is None:
             _tell_untuned(facts, extents, hardware)
     if answer is None or answer.says_default:
-        strategy, configs, split_rule = _preferred(usable, facts, arch, hardware, extents), {}, None
+        strategy, knobs, split_rule = _preferred(usable, facts, arch, hardware, extents), {}, None
     else:
         assert answer.chosen is not None, "consider() was asked for one that chose"
         entry = answer.chosen.entry
-        strategy, configs, split_rule = usable[entry.candidate.strategy], entry.candidate.configs, entry.split_rule
-
-    in_force = dict(_override.configs)
-    requests = {}
-    for name, step in strategy.steps(facts).items():
-        if name in in_force:
-            config = in_force[name]
-        elif name in configs:
-            config = step.template.config(**configs[name])
-        else:
-            config = step.template.default_config(step.problem, arch)
-        requests[name] = _checked(name, step, config, arch)
+        strategy, knobs, split_rule = usable[entry.candidate.strategy], entry.candidate.configs, entry.split_rule
+    requests = _requests(strategy, facts, arch, knobs=knobs, configs=dict(_override.configs))
 
     split = None
     if not isinstance(_override.split, EllipsisType):
@@ -169,6 +159,19 @@ def requests_for_any_size(facts: CallFacts, arch: Arch) -> list[CompileRequest]:
         for strategy in strategies[first:]
         for step in strategy.steps(facts).values()
     ]
+
+
+def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> list[CompileRequest]:
+    """The kernels that tuned records may name for calls on this kind of GPU, whatever their sizes."""
+    usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
+    found: dict[CompileRequest, None] = {}
+    for stored in record_store.find(Identity(op=FORWARD, hardware=hardware, problem=Problem.of(facts))):
+        for entry in stored.record.entries[1:]:          # where the first, the default, is best, nothing of it is used
+            if _entry_rejection(entry, facts, usable, arch) is None:
+                candidate = entry.candidate
+                requests = _requests(usable[candidate.strategy], facts, arch, knobs=candidate.configs)
+                found.update(dict.fromkeys(requests.values()))
+    return list(found)
 
 
 def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None) -> Iterator[Considered]:
@@ -245,6 +248,27 @@ def _preferred(
         return usable[_override.strategy]
     rejection = Rejection(f"strategy {_override.strategy} does not serve this call on {arch.name}; {', '.join(usable)} would")
     raise InvalidConfigError(str(rejection), rejection=rejection)
+
+
+def _requests(
+    strategy: Strategy,
+    facts: CallFacts,
+    arch: Arch,
+    *,
+    knobs: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, CompileRequest]:
+    """The kernels of a strategy by step: with the config that is given, else with the knobs of a record, else the default."""
+    requests = {}
+    for name, step in strategy.steps(facts).items():
+        if name in configs:
+            config = configs[name]
+        elif name in knobs:
+            config = step.template.config(**knobs[name])
+        else:
+            config = step.template.default_config(step.problem, arch)
+        requests[name] = _checked(name, step, config, arch)
+    return requests
 
 
 def _checked(name: str, step: Step, config: Any, arch: Arch) -> CompileRequest:

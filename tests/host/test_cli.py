@@ -6,15 +6,20 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import records
+import torch
 from records import DEFAULT, H200, entry, negative, problem
 
-from qla_jit import cache_dir, cli, device, doctor, record_store, select, tuning_db
+from qla_jit import cache_dir, cli, device, doctor, enumeration, record_store, select, tuning_db
+from qla_jit.bundle import Built
 from qla_jit.device import GpuInfo
 from qla_jit.doctor import Finding
+from qla_jit.enumeration import Variants
 from qla_jit.errors import EnvironmentUnsuitable
+from qla_jit.models import ModelShape
 from qla_jit.tune.session import Check, Event, ProblemResult, SessionResult, Verification
 from qla_jit.tuning_records import Hardware, Rigor, Versions, load, save, save_directory
 
@@ -350,6 +355,93 @@ def test_prune_leaves_shipped_records_alone(run, places):
     save_directory(places / "shipped", [OTHER])
     run("prune", "--all")
     assert [s.record for s in record_store.everything()] == [OTHER]
+
+
+# build
+
+
+@pytest.fixture
+def bundles(monkeypatch):
+    """Stands for the compiler: the requests of each bundle, and one failure for each in `failures`."""
+    fake = SimpleNamespace(requests=[], failures=())
+
+    def build(requests, directory, *, on_kernel):
+        on_kernel(1, len(requests))
+        fake.requests.append(requests)
+        return Built(len(requests), 1000, 2.5, fake.failures)
+
+    monkeypatch.setattr(cli.bundle, "build", build)
+    return fake
+
+
+GPU_OPTIONS = ("--arch", "sm_90a", "--sm-count", 132)
+
+
+def test_build_compiles_the_kernels_of_a_model_and_shows_a_table(run, bundles, places):
+    text = run("build", *GPU_OPTIONS, "--model", "qwen3.5-27b", "--tp", 2, "--tp", 4, "--out", places / "out")
+    assert [{request.problem.HV for request in requests if hasattr(request.problem, "HV")} for requests in bundles.requests] == [
+        {24}, {12},
+    ]
+    assert re.search(r"problem +kernels +bytes +seconds\n8:24 128:128 +\d+ +1000 +2.5\n4:12 128:128", text)
+    assert f"compile: 8:24 128:128 1 of {len(bundles.requests[0])} kernels" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "variants"),
+    [
+        ((), Variants()),
+        (("--packed", "--index-dtype", "int32"), Variants(packed=True, index_dtypes=(torch.int32,))),
+        (("--not-packed", "--initial-state", "--no-final-state"),
+         Variants(packed=False, initial_state=True, output_final_state=False)),
+        (("--state-dtype", "bfloat16", "--state-v-first"), Variants(state_dtype=torch.bfloat16, state_v_first=True)),
+        (("--gate-in-kernel", "--no-dt-bias", "--gate-dtype", "bfloat16"),
+         Variants(use_gate_in_kernel=True, dt_bias=False, g_dtype=torch.bfloat16)),
+        (("--beta-sigmoid", "--neg-eigval", "--beta-dtype", "float16"),
+         Variants(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, beta_dtype=torch.float16)),
+        (("--no-l2norm", "--dtype", "float16", "--chunk-size", 32),
+         Variants(use_qk_l2norm_in_kernel=False, dtype=torch.float16, chunk_size=32)),
+    ],
+    ids=lambda value: " ".join(map(str, value)) or "default" if isinstance(value, tuple) else "",
+)
+def test_build_takes_the_variants_of_calls_as_options(run, bundles, places, options, variants):
+    run("build", *GPU_OPTIONS, "--heads", "2:8", "--out", places / "out", *options)
+    assert bundles.requests == [enumeration.kernels(ModelShape(2, 8, 128, 128), variants, records.ARCH, [])]
+
+
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [(GPU_OPTIONS, True), ((*GPU_OPTIONS, "--l2-mib", 60), True), ((*GPU_OPTIONS, "--l2-mib", 50), False),
+     (("--arch", "sm_90a", "--sm-count", 114), False)],
+    ids=lambda value: " ".join(map(str, value[2:])) if isinstance(value, tuple) else "",
+)
+def test_build_adds_what_the_records_of_that_gpu_name(run, bundles, places, options, counted):
+    record_store.save_user_records([records.record()])
+    run("build", *options, "--heads", "2:8", "--not-packed", "--out", places / "out")
+    blocks = {request.config.block_v for request in bundles.requests[0] if request.template.name == "state_scan"}
+    assert blocks == ({128} if counted else set())
+
+
+def test_build_tells_what_did_not_compile_and_exits_with_3(run, bundles, places):
+    bundles.failures = ("state_scan for sm_90a did not compile: exit status 1",)
+    told = run("build", *GPU_OPTIONS, "--heads", "2:8", "--out", places / "out", "--json", code=3)
+    assert told["directory"] == str(places / "out")
+    assert told["problems"][0]["problem"] == "2:8 128:128"
+    assert told["problems"][0]["failures"] == list(bundles.failures)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--arch", "sm_91", "--sm-count", 132, "--heads", "2:8"), GPU_OPTIONS, (*GPU_OPTIONS, "--heads", "2:8", "--tp", 2),
+        (*GPU_OPTIONS, "--heads", "2:8", "--dtype", "float32"), (*GPU_OPTIONS, "--heads", "2:8", "--index-dtype", "int16"),
+        (*GPU_OPTIONS, "--heads", "2:8", "--neg-eigval"), (*GPU_OPTIONS, "--heads", "2:8", "--dims", "100:128"),
+        (*GPU_OPTIONS, "--heads", "3:8"), (*GPU_OPTIONS, "--heads", "2:8", "--sm-count", 0),
+    ],
+    ids=lambda words: " ".join(map(str, words)),
+)
+def test_build_refuses_what_it_cannot_build(run, bundles, places, words):
+    run("build", *words, "--out", places / "out", code=2)
+    assert bundles.requests == []
 
 
 # doctor

@@ -1,0 +1,68 @@
+"""Put the kernels of a deployment into a directory that others read through QLA_JIT_BUNDLE_PATH."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import kernel_store
+from .cache_dir import writable_cache_dir
+from .compiler import CompileRequest
+from .errors import EnvironmentUnsuitable
+from .settings import settings
+from .tune.build import compile_all
+from .tune.worker import Failure
+
+
+@dataclass(frozen=True)
+class Built:
+    """What was put into a bundle."""
+
+    kernels: int
+    bytes: int
+    seconds: float                       # of wall time; kernels that were in the cache take next to none
+    failures: tuple[str, ...]            # why the others are not there
+
+
+def build(
+    requests: Sequence[CompileRequest], directory: Path, *, on_kernel: Callable[[int, int], None] = lambda done, total: None
+) -> Built:
+    """Compile what no cache has, without a GPU, and copy all into the directory; what is there already and whole stays.
+
+    Args:
+        on_kernel: progress, as (kernels done, kernels in all).
+
+    Raises:
+        EnvironmentUnsuitable: there is no nvcc, no cache directory that can be written, the directory cannot be, or
+            QLA_JIT_MODE is require.
+    """
+    started = time.monotonic()
+    if settings().mode == "require":
+        raise EnvironmentUnsuitable("a bundle is compiled, and QLA_JIT_MODE=require forbids it; unset it for this command")
+    if writable_cache_dir() is None:
+        raise EnvironmentUnsuitable(
+            "kernels are compiled into the cache directory and copied from there, and none is writable; "
+            "set QLA_JIT_CACHE_DIR to a directory of your own"
+        )
+    try:
+        if not directory.is_dir():
+            directory.mkdir(parents=True)
+            directory.chmod(0o755)       # for those who read it, whatever the umask
+    except OSError as error:
+        raise EnvironmentUnsuitable(f"{directory} cannot be used for a bundle: {error.strerror}; name another one") from None
+    failures, size, count = [], 0, 0
+    for outcome in compile_all(requests, on_kernel=on_kernel).values():
+        if isinstance(outcome, Failure):
+            failures.append(outcome.detail)
+            continue
+        try:
+            entry = kernel_store.ship(outcome.directory, directory)
+        except (OSError, ValueError) as error:
+            raise EnvironmentUnsuitable(
+                f"{outcome.name} cannot be copied from {outcome.directory} to {directory}: {error}"
+            ) from error
+        size += sum(file.stat().st_size for file in entry.iterdir())
+        count += 1
+    return Built(count, size, time.monotonic() - started, tuple(failures))
