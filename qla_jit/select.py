@@ -154,24 +154,9 @@ def requests_for_any_size(facts: CallFacts, arch: Arch) -> list[CompileRequest]:
     """The kernels that calls may need where nothing was tuned, whatever their sizes: so that no later size compiles."""
     strategies = strategies_for(facts, arch)
     first = max(number for number, strategy in enumerate(strategies) if strategy.suits is None)
-    return [
-        CompileRequest(step.template, step.problem, step.template.default_config(step.problem, arch), arch)
-        for strategy in strategies[first:]
-        for step in strategy.steps(facts).values()
-    ]
-
-
-def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> list[CompileRequest]:
-    """The kernels that tuned records may name for calls on this kind of GPU, whatever their sizes."""
-    usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
-    found: dict[CompileRequest, None] = {}
-    for stored in record_store.find(Identity(op=FORWARD, hardware=hardware, problem=Problem.of(facts))):
-        for entry in stored.record.entries[1:]:          # where the first, the default, is best, nothing of it is used
-            if _entry_rejection(entry, facts, usable, arch) is None:
-                candidate = entry.candidate
-                requests = _requests(usable[candidate.strategy], facts, arch, knobs=candidate.configs)
-                found.update(dict.fromkeys(requests.values()))
-    return list(found)
+    steps = (step for strategy in strategies[first:] for step in strategy.steps(facts).values())
+    requests = (CompileRequest(s.template, s.problem, s.template.default_config(s.problem, arch), arch) for s in steps)
+    return list(dict.fromkeys(requests))         # strategies share kernels
 
 
 def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None) -> Iterator[Considered]:

@@ -84,6 +84,7 @@ def test_thousands_of_short_sequences_beside_a_long_one_are_not_split() -> None:
 def test_the_first_call_asks_for_the_kernels_of_all_sizes() -> None:
     facts = facts_of()
     requests = select.requests_for_any_size(facts, SM90A)
+    assert len(set(requests)) == len(requests)
     for extents in (Extents(512, 512, 1), Extents(512, 64, 8), Extents(1, 1, 1)):
         dispatch = select.choose(facts, SM90A, hardware=H200, extents=extents)
         assert set(dispatch.requests.values()) <= set(requests)
