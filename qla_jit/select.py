@@ -159,6 +159,19 @@ def requests_for_any_size(facts: CallFacts, arch: Arch) -> list[CompileRequest]:
     return list(dict.fromkeys(requests))         # strategies share kernels
 
 
+def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> list[CompileRequest]:
+    """The kernels that tuned records may name for calls on this kind of GPU, whatever their sizes."""
+    usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
+    found: dict[CompileRequest, None] = {}
+    for stored in record_store.find(Identity(op=FORWARD, hardware=hardware, problem=Problem.of(facts))):
+        for entry in stored.record.entries[1:]:          # where the first, the default, is best, nothing of it is used
+            if _entry_rejection(entry, facts, usable, arch) is None:
+                candidate = entry.candidate
+                requests = _requests(usable[candidate.strategy], facts, arch, knobs=candidate.configs)
+                found.update(dict.fromkeys(requests.values()))
+    return list(found)
+
+
 def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None) -> Iterator[Considered]:
     """What each record for this GPU and problem says of a call, in the order in which they are asked."""
     usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
