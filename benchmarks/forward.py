@@ -21,7 +21,7 @@ import results
 import torch
 from systems import SYSTEMS, System, strategy_of
 from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms
-from workload import ROWS, Inputs, Row, rotated_inputs
+from workload import ALL_ROWS, ROWS, Inputs, Row, rotated_inputs
 
 from qla_jit.device import gpu_info
 
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     absent = sorted(set(options.systems) - {system.name for system in systems})
     if absent:
         print(f"not installed, left out: {', '.join(absent)}")
-    rows = [row for row in ROWS if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in options.rows)]
+    table = ALL_ROWS if options.all_rows else ROWS
+    rows = [row for row in table if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in options.rows)]
 
     out = options.out or results.default_path("forward.json")
     earlier, gpu = results.load(out), results.gpu_name()
@@ -152,13 +153,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--only-qla-jit", dest="systems", action="store_const", const=["qla_jit"], help="--systems qla_jit")
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of names such as '16,64:4096x8'")
+    parser.add_argument("--all-rows", action="store_true", help=f"the {len(ALL_ROWS)} rows of FlashQLA's table, not {len(ROWS)}")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/forward.json")
     parser.add_argument("--budget-seconds", type=float, help="stop before this much time is spent")
     parser.add_argument("--commit", default=results.current_commit(), help="where there is no git: which commit this is")
     options = parser.parse_args(arguments)
     for pattern in options.rows:
-        if not any(fnmatch.fnmatchcase(row.name, pattern) for row in ROWS):
-            parser.error(f"--rows {pattern!r} matches none of: {' '.join(row.name for row in ROWS)}")
+        table = ALL_ROWS if options.all_rows else ROWS
+        if not any(fnmatch.fnmatchcase(row.name, pattern) for row in table):
+            parser.error(f"--rows {pattern!r} matches none of: {' '.join(row.name for row in table)}")
     return options
 
 

@@ -33,6 +33,17 @@ class Row:
 
 ROWS = tuple(Row(H, HV, seqlens) for H, HV in HEAD_PAIRS for seqlens in SEQUENCE_SETS)
 
+# FlashQLA's published table: all ranks of the Qwen3.5 family, and more ways to divide the same tokens.
+ALL_HEAD_PAIRS = (*HEAD_PAIRS, (8, 24), (16, 16), (16, 32), (32, 32))
+ALL_SEQUENCE_SETS = (
+    *((tokens,) for tokens in (32768, 16384, 8192, 4096, 2048)),
+    *((first, 32768 - first) for first in (28672, 24576, 16384, 8192, 4096)),
+    (12288, 4096),
+    *((first, 8192 - first) for first in (6144, 4096, 2048, 1024)),
+    (8192,) * 4, (4096,) * 8, (2048,) * 4, (1024,) * 8,
+)  # fmt: skip
+ALL_ROWS = tuple(Row(H, HV, seqlens) for H, HV in ALL_HEAD_PAIRS for seqlens in ALL_SEQUENCE_SETS)
+
 
 def lengths_name(seqlens: tuple[int, ...]) -> str:
     """(4096,) * 8 -> "4096x8"; (1024, 7168) -> "1024+7168"."""

@@ -50,8 +50,10 @@ class FakeClock:
         return self.seconds
 
 
-def test_the_table_has_five_head_pairs_by_seven_sequence_sets():
+def test_the_table_has_five_head_pairs_by_seven_sequence_sets_and_the_full_one_nine_by_nineteen():
     assert len(workload.ROWS) == len(set(workload.ROWS)) == 35
+    assert len(workload.ALL_ROWS) == len(set(workload.ALL_ROWS)) == 171
+    assert set(workload.ROWS) <= set(workload.ALL_ROWS)
     assert [system.name for system in systems.SYSTEMS] == ["qla_jit", "flash_qla", "flashinfer", "flashinfer_cp", "fla"]
 
 
