@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .ops.chunk import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
     from .ops.recurrent import fused_recurrent_gated_delta_rule
     from .ops.results import ForwardResult, Gradients
+    from .ops.warmup import warmup
 
     __version__: str
 
@@ -49,6 +50,7 @@ __all__ = [
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "fused_recurrent_gated_delta_rule",
+    "warmup",
 ]
 
 _MODULES = {
@@ -58,6 +60,7 @@ _MODULES = {
     "chunk_gated_delta_rule_bwd": "ops.chunk",
     "chunk_gated_delta_rule_fwd": "ops.chunk",
     "fused_recurrent_gated_delta_rule": "ops.recurrent",
+    "warmup": "ops.warmup",
 }                                                # every other public name is in errors
 
 
