@@ -52,7 +52,8 @@ def build(
             directory.chmod(0o755)       # for those who read it, whatever the umask
     except OSError as error:
         raise EnvironmentUnsuitable(f"{directory} cannot be used for a bundle: {error.strerror}; name another one") from None
-    failures, size, count = [], 0, 0
+    failures: list[str] = []
+    size = count = 0
     for outcome in compile_all(requests, on_kernel=on_kernel).values():
         if isinstance(outcome, Failure):
             failures.append(outcome.detail)

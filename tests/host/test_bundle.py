@@ -3,7 +3,11 @@
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
+import textwrap
+from pathlib import Path
 
 import pytest
 from tiny_template import TEMPLATE, built, needs_nvcc, request
@@ -55,6 +59,37 @@ def test_what_was_built_is_loaded_elsewhere_without_a_compiler_or_a_cache(places
     monkeypatch.setenv("QLA_JIT_MODE", "require")
     monkeypatch.setattr(compiler, "find_nvcc", lambda: None)
     assert all(kernel.directory.is_relative_to(places / "out") for kernel in get(requests))
+
+
+def test_a_process_without_nvcc_and_without_a_place_to_write_loads_it_and_writes_nothing(places):
+    bundle.build([request()], places / "out")
+    nowhere = places / "file" / "below"
+    (places / "file").write_text("no directory")
+    code = f"""
+        import os, sys, tempfile
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from tiny_template import request
+        from qla_jit import compiler, kernel_cache
+
+        tempfile.tempdir = {str(nowhere)!r}
+        CHANGES = {{"os.rename", "os.remove", "os.link", "os.symlink", "os.chmod", "subprocess.Popen"}}
+        sys.addaudithook(lambda event, arguments: event in CHANGES and print(event, arguments))
+        assert compiler.find_nvcc() is None
+        (kernel,) = kernel_cache.get([request()])
+        print(kernel.directory)
+    """
+    environment = os.environ | {
+        "PATH": "/nowhere", "CUDA_HOME": "/nowhere", "PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(nowhere),
+        "QLA_JIT_CACHE_DIR": str(nowhere), "QLA_JIT_BUNDLE_PATH": str(places / "out"), "QLA_JIT_MODE": "require",
+    }
+    before = {path: path.stat().st_mtime_ns for path in (places / "out").rglob("*")}
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout == f"{kernel_store._entry(places / 'out', key_of(request()))}\n"
+    assert child.stderr.count("nothing new is cached on disk") == 1
+    assert {path: path.stat().st_mtime_ns for path in (places / "out").rglob("*")} == before
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o000], ids="{:03o}".format)

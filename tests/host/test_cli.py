@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import records
 import torch
+import typer
 from records import DEFAULT, H200, entry, negative, problem
 
 from qla_jit import cache_dir, cli, device, doctor, enumeration, record_store, select, tuning_db
@@ -427,6 +428,19 @@ def test_build_tells_what_did_not_compile_and_exits_with_3(run, bundles, places)
     assert told["directory"] == str(places / "out")
     assert told["problems"][0]["problem"] == "2:8 128:128"
     assert told["problems"][0]["failures"] == list(bundles.failures)
+
+
+def test_the_page_for_operators_is_right_about_the_options_and_the_kernels_that_they_make(run, bundles, places):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text()
+    parameters = typer.main.get_command(cli.app).commands["build"].params
+    options = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page)) - {"--from"}     # which is the container recipe's
+    assert named <= options
+    counts = [int(count) for count in re.search(r"default\nis (\d+) kernels\..* is (\d+)\.", page).groups()]
+    build = ["build", *GPU_OPTIONS, "--model", "qwen3.5-27b", "--tp", "2", "--out", places / "out"]
+    run(*build)
+    run(*build, *re.search(r"`(--packed .*?)`, as an inference", page)[1].split())
+    assert [len(requests) for requests in bundles.requests] == counts
 
 
 @pytest.mark.parametrize(
