@@ -141,7 +141,7 @@ def chunk_gated_delta_rule_fwd(
     """chunk_gated_delta_rule without autograd, with what a backward needs: for a caller's own autograd.Function.
 
     Arguments and errors are those of chunk_gated_delta_rule. The saved g_sum is in natural-log units, where FLA's is in
-    units of log 2; the two libraries' saved tensors cannot be exchanged. On the reference path g_sum and A are None.
+    units of log 2; the two libraries' saved tensors cannot be exchanged. g_sum and A are None unless `chunked` computed the call.
     """
     inputs = check_inputs(
         q,
