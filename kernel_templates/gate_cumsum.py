@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .arch import ARCHES, Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T
-from .macros.gates import RESET
+from .macros.gates import at_least_reset, gate_of_logit
 from .macros.sequences import locate_chunk
 
 
@@ -70,7 +70,6 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 def build(problem: Problem, config: Config):
     HV, C = problem.HV, problem.C
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
-    softplus_linear_from = 20.0          # above it softplus(x) - x < 2.1e-9, below float32 rounding
 
     @T.prim_func
     def gate_cumsum(
@@ -100,12 +99,12 @@ def build(problem: Problem, config: Config):
                         if problem.gate_in_kernel:
                             if problem.has_dt_bias:
                                 gate = gate + dt_bias[h]
-                            gate = -T.exp(A_log[h]) * T.if_then_else(gate > softplus_linear_from, gate, T.log1p(T.exp(gate)))
+                            gate = gate_of_logit(gate, A_log[h])
                         if problem.beta_sigmoid:
                             strength = T.sigmoid(strength)
                             if problem.negative_eigenvalues:
                                 strength = 2.0 * strength
-                        gate = T.if_then_else(gate < RESET, RESET, gate)   # not max: a NaN must stay visible
+                        gate = at_least_reset(gate)
                     gates[i, j] = gate
                     strengths[i, j] = strength
                 T.cumsum(gates, dim=0)

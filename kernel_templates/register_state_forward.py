@@ -54,7 +54,7 @@ from .macros.register_roles import (
     wait_free,
     wait_full,
 )
-from .macros.register_tiles import PRELUDE, from_registers, to_registers
+from .macros.register_tiles import PRELUDE, from_registers, row_lane_offset, to_registers, transposed_lane_offset
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,7 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
     lane = thread % 32
     column = 2 * (lane % 4)
     lane_offset = T.alloc_var("int32")
-    # Byte offset of this lane's row of a transposed 64 x 64 tile; 2048 more for every 16 tokens.
-    lane_offset = (8 * (lane // 16) + lane % 8) * 128 + ((2 * (thread // 32 % 4) + lane // 8 % 2) ^ (lane % 8)) * 16
+    lane_offset = transposed_lane_offset(thread)
     i = T.alloc_var("int32")             # chunks since the block began; j counts within the tile
     i = 0
     for step in T.serial(walk.steps):
@@ -310,7 +309,7 @@ def make_products(config, walk, tiles, thread, log2_scale):
     row = 16 * warp + lane // 4
     column = 2 * (lane % 4)
     lane_offset = T.alloc_var("int32")
-    lane_offset = (16 * warp + 8 * (lane // 8 % 2) + lane % 8) * 128 + ((lane // 16) ^ (lane % 8)) * 16
+    lane_offset = row_lane_offset(thread)
     diagonal = T.alloc_var("uint32")     # of a pair of columns on the diagonal block: which half is on or below it
     diagonal = T.if_then_else(lane // 4 >= column, T.uint32(0xFFFF), T.uint32(0)) + T.if_then_else(
         lane // 4 >= column + 1, T.uint32(0xFFFF0000), T.uint32(0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .arch import ARCHES, Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T
-from .macros.gates import RESET
+from .macros.gates import at_least_reset, gate_of_logit
 from .macros.segments import locate_segment
 
 # exp(-10) = 4.5e-5 of the state, against the 3e-3 by which bf16 operands round it.
@@ -90,8 +90,8 @@ def build(problem: Problem, config: Config):
                             if problem.gate_in_kernel:
                                 if problem.has_dt_bias:
                                     gate = gate + dt_bias[head]
-                                gate = -T.exp(A_log[head]) * T.if_then_else(gate > 20.0, gate, T.log1p(T.exp(gate)))
-                            chunk = chunk + T.if_then_else(gate < RESET, RESET, gate)
+                                gate = gate_of_logit(gate, A_log[head])
+                            chunk = chunk + at_least_reset(gate)
                     sums[warp, lane] = chunk
                     T.sync_threads()
                     for w in T.unroll(warps):

@@ -40,7 +40,7 @@ from .macros.register_roles import (
     wait_free,
     wait_full,
 )
-from .macros.register_tiles import PRELUDE
+from .macros.register_tiles import PRELUDE, row_lane_offset, transposed_lane_offset
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def hold_state(config, walk, tiles, thread, warm_chunks, transfers):
     lane = thread % 32
     column = 2 * (lane % 4)
     lane_offset = T.alloc_var("int32")
-    lane_offset = (8 * (lane // 16) + lane % 8) * 128 + ((2 * (thread // 32 % 4) + lane // 8 % 2) ^ (lane % 8)) * 16
+    lane_offset = transposed_lane_offset(thread)
     i = T.alloc_var("int32")             # chunks of K, X and gates since the block began; M has no V
     i_v = T.alloc_var("int32")
     i = 0
@@ -222,7 +222,7 @@ def make_products(config, walk, tiles, thread, warm_chunks):
     lane = thread % 32
     row = 16 * warp + lane // 4
     lane_offset = T.alloc_var("int32")
-    lane_offset = (16 * warp + 8 * (lane // 8 % 2) + lane % 8) * 128 + ((lane // 16) ^ (lane % 8)) * 16
+    lane_offset = row_lane_offset(thread)
     total = T.alloc_var("int32")
     total = 0
     for step in T.serial(walk.steps):

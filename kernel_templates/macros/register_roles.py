@@ -11,7 +11,7 @@ from typing import Any
 from ..arch import Arch
 from ..contract import Buffer, Rejection, Role
 from ..language import T, macro
-from .gates import LOG2E, RESET
+from .gates import LOG2E, at_least_reset, gate_of_logit
 from .register_tiles import from_registers, to_registers
 from .segments import locate_segment
 from .sequences import sequence_bounds
@@ -168,8 +168,8 @@ def log2_decay(problem, token, end, head, A_log, dt_bias, gate, decay):
         if token < end:
             if problem.has_dt_bias:
                 decay[0] = decay[0] + dt_bias[head]
-            decay[0] = -T.exp(A_log[head]) * T.if_then_else(decay[0] > 20.0, decay[0], T.log1p(T.exp(decay[0])))
-    decay[0] = T.if_then_else(decay[0] < RESET, RESET, decay[0]) * LOG2E
+            decay[0] = gate_of_logit(decay[0], A_log[head])
+    decay[0] = at_least_reset(decay[0]) * LOG2E
 
 
 @macro

@@ -16,6 +16,18 @@ def accumulator_register(a, b):
     return (b // 8) * 4 + ((a % 16) // 8) * 2 + b % 2
 
 
+def row_lane_offset(thread):
+    """Byte offset of a lane's row, for ldmatrix and stmatrix of a swizzled 64 x 64 tile whose rows are the accumulator's."""
+    warp, lane = thread % 128 // 32, thread % 32
+    return (16 * warp + 8 * (lane // 8 % 2) + lane % 8) * 128 + ((lane // 16) ^ (lane % 8)) * 16
+
+
+def transposed_lane_offset(thread):
+    """The same for a tile whose columns are the accumulator's rows; 2048 more for every 16 of its rows."""
+    warp, lane = thread // 32 % 4, thread % 32
+    return (8 * (lane // 16) + lane % 8) * 128 + ((2 * warp + lane // 8 % 2) ^ (lane % 8)) * 16
+
+
 @macro
 def to_registers(rows, columns, fragment, registers):
     for a, b in T.Parallel(rows, columns):
