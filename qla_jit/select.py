@@ -154,9 +154,8 @@ def requests_for_any_size(facts: CallFacts, arch: Arch) -> list[CompileRequest]:
     """The kernels that calls may need where nothing was tuned, whatever their sizes: so that no later size compiles."""
     strategies = strategies_for(facts, arch)
     first = max(number for number, strategy in enumerate(strategies) if strategy.suits is None)
-    steps = (step for strategy in strategies[first:] for step in strategy.steps(facts).values())
-    requests = (CompileRequest(s.template, s.problem, s.template.default_config(s.problem, arch), arch) for s in steps)
-    return list(dict.fromkeys(requests))         # strategies share kernels
+    by_strategy = (_requests(strategy, facts, arch, knobs={}) for strategy in strategies[first:])
+    return list(dict.fromkeys(request for requests in by_strategy for request in requests.values()))     # they share kernels
 
 
 def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> list[CompileRequest]:

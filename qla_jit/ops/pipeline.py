@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def kernels_for(inputs: CallInputs) -> Kernels:
         needed = list(dispatch.requests.values())
         if dispatch.source == "default" and settings().mode != "require":
             # The first call compiles for all sizes: a later one must not wait for a compiler.
-            needed += [request for request in select.requests_for_any_size(facts, gpu.arch) if request not in needed]
+            needed = list(dict.fromkeys([*needed, *select.requests_for_any_size(facts, gpu.arch)]))
         loaded = kernel_cache.get(needed)[: len(dispatch.requests)]
         entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
         kernels = _ready[key] = Kernels(dispatch.strategy, entries, dispatch.split)
@@ -64,7 +65,7 @@ def forward(inputs: CallInputs) -> ForwardResult:
         return _no_tokens(inputs)
     kernels = kernels_for(inputs)
     capture.note(inputs)
-    return LAUNCHERS[kernels.strategy](kernels, inputs)
+    return LAUNCHERS[kernels.strategy](kernels, _with_float_parameters(inputs))
 
 
 def _chunked(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
@@ -106,15 +107,16 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     L = slots if kernels.split is None else kernels.split        # one segment for every sequence, or as chosen
     places = place_count(slots, inputs.N, L)
     cu_seqlens = inputs.cu_seqlens
-    A_log, dt_bias = _gate_parameters(inputs)
 
     Ab = _inverses(launch, inputs, k, slots)
     warm_chunks = torch.empty(places, HV, dtype=torch.int32, device=device)
-    launch["segment_plan"](inputs.g, A_log, dt_bias, cu_seqlens, warm_chunks, L)
+    launch["segment_plan"](inputs.g, inputs.A_log, inputs.dt_bias, cu_seqlens, warm_chunks, L)
     transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=device)
     # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
     items = places * HV * (V // ROWS + 1)
-    launch["segment_scan"](k, v, Ab, inputs.g, A_log, dt_bias, cu_seqlens, warm_chunks, transfers, L, items)
+    launch["segment_scan"](
+        k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, cu_seqlens, warm_chunks, transfers, L, items
+    )
     initial_state, final_state = _states(inputs)
     states = torch.empty(places, HV, V, K, dtype=torch.float32, device=device)
     launch["segment_states"](transfers, warm_chunks, cu_seqlens, initial_state, states, L, inputs.T, inputs.N)
@@ -147,12 +149,11 @@ def _rest_of_forward(
     chunks_per_segment: int,
 ) -> torch.Tensor:
     """o, and the final state where there is room for it."""
-    A_log, dt_bias = _gate_parameters(inputs)
     o = torch.empty_like(v)
     scale = abs(inputs.scale)            # the kernel works with its logarithm
     blocks = _blocks(inputs, places * inputs.facts.HV * (inputs.facts.V // ROWS))
     launch["register_state_forward"](
-        q, k, v, Ab, inputs.g, A_log, dt_bias, inputs.cu_seqlens, initial_state, o, final_state,
+        q, k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, initial_state, o, final_state,
         scale, math.log2(scale) if scale else -math.inf, chunks_per_segment, blocks,
     )  # fmt: skip
     return o.neg_() if inputs.scale < 0 else o
@@ -192,14 +193,18 @@ def _prepared_gates(
     """g_sum and beta, chunk-indexed [slots, HV, C] in float32."""
     facts = inputs.facts
     g_sum, beta = torch.empty(2, slots, facts.HV, facts.chunk_size, dtype=torch.float32, device=facts.device).unbind()
-    A_log, dt_bias = _gate_parameters(inputs)
-    launch["gate_cumsum"](inputs.g, inputs.beta, A_log, dt_bias, inputs.cu_seqlens, g_sum, beta)
+    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, g_sum, beta)
     return g_sum, beta
 
 
-def _gate_parameters(inputs: CallInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _with_float_parameters(inputs: CallInputs) -> CallInputs:
+    """A_log and dt_bias in float32, as every kernel reads them; models keep them so, and then nothing is done."""
     A_log, dt_bias = inputs.A_log, inputs.dt_bias
-    return None if A_log is None else A_log.float(), None if dt_bias is None else dt_bias.float()
+    if A_log is None:                    # then there is no dt_bias either
+        return inputs
+    if A_log.dtype == torch.float32 and (dt_bias is None or dt_bias.dtype == torch.float32):
+        return inputs
+    return dataclasses.replace(inputs, A_log=A_log.float(), dt_bias=None if dt_bias is None else dt_bias.float())
 
 
 def _states(inputs: CallInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -109,26 +109,24 @@ def unit_row_steps(facts: CallFacts) -> dict[str, Step]:
 
 def chunked_steps(facts: CallFacts) -> dict[str, Step]:
     """Every intermediate in memory: gates -> solve -> state scan -> chunk output."""
-    heads = dict(H=facts.H, HV=facts.HV, K=facts.K)
-    chunks = dict(C=facts.chunk_size, dtype=_NAMES[facts.dtype], **packing(facts))
+    keys = key_side(facts)
     gates = gate_cumsum.Problem(
         HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strength_sources(facts)
     )
-    scan = state_scan.Problem(**heads, **chunks, V=facts.V, **states(facts))
+    scan = state_scan.Problem(**keys, V=facts.V, **states(facts))
     return unit_row_steps(facts) | {
         "gate_cumsum": Step(gate_cumsum.TEMPLATE, gates),
-        "triangular_solve": Step(triangular_solve.TEMPLATE, triangular_solve.Problem(**heads, **chunks)),
+        "triangular_solve": Step(triangular_solve.TEMPLATE, triangular_solve.Problem(**keys)),
         "state_scan": Step(state_scan.TEMPLATE, scan),
-        "chunk_output": Step(chunk_output.TEMPLATE, chunk_output.Problem(**heads, **chunks, V=facts.V)),
+        "chunk_output": Step(chunk_output.TEMPLATE, chunk_output.Problem(**keys, V=facts.V)),
     }
 
 
 def fused_steps(facts: CallFacts) -> dict[str, Step]:
     """The inverse of each chunk, then everything else in one kernel that keeps the state in registers."""
-    heads = dict(H=facts.H, HV=facts.HV, K=facts.K)
-    chunks = dict(C=facts.chunk_size, dtype=_NAMES[facts.dtype], **packing(facts))
-    inverse = chunk_inverse.Problem(**heads, **chunks, **strength_sources(facts))
-    rest = register_state_forward.Problem(**heads, **chunks, V=facts.V, **states(facts), **gate_sources(facts))
+    keys = key_side(facts)
+    inverse = chunk_inverse.Problem(**keys, **strength_sources(facts))
+    rest = register_state_forward.Problem(**keys, V=facts.V, **states(facts), **gate_sources(facts))
     return unit_row_steps(facts) | {
         "chunk_inverse": Step(chunk_inverse.TEMPLATE, inverse),
         "register_state_forward": Step(register_state_forward.TEMPLATE, rest),
@@ -138,15 +136,10 @@ def fused_steps(facts: CallFacts) -> dict[str, Step]:
 def split_steps(facts: CallFacts) -> dict[str, Step]:
     """As fused, with long sequences cut into segments that are computed side by side."""
     plan = segment_plan.Problem(HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts))
-    scan = segment_scan.Problem(
-        H=facts.H, HV=facts.HV, K=facts.K, V=facts.V, C=facts.chunk_size, dtype=_NAMES[facts.dtype],
-        **packing(facts), **gate_sources(facts),
-    )  # fmt: skip
-    given = states(facts)
+    scan = segment_scan.Problem(**key_side(facts), V=facts.V, **gate_sources(facts))
     boundaries = segment_states.Problem(
-        HV=facts.HV, K=facts.K, V=facts.V, C=facts.chunk_size, **packing(facts),
-        initial_state_dtype=given["initial_state_dtype"], state_v_first=facts.state_v_first,
-    )  # fmt: skip
+        HV=facts.HV, K=facts.K, V=facts.V, C=facts.chunk_size, **packing(facts), **initial_state(facts)
+    )
     steps = fused_steps(facts)
     rest = steps.pop("register_state_forward")
     return steps | {
@@ -211,12 +204,18 @@ def packing(facts: CallFacts) -> dict[str, Any]:
     return dict(packed=facts.varlen, index_dtype=_NAMES[facts.cu_seqlens_dtype] if facts.varlen else "int32")
 
 
+def key_side(facts: CallFacts) -> dict[str, Any]:
+    """What every kernel that reads keys is specialised on."""
+    return dict(H=facts.H, HV=facts.HV, K=facts.K, C=facts.chunk_size, dtype=_NAMES[facts.dtype], **packing(facts))
+
+
+def initial_state(facts: CallFacts) -> dict[str, Any]:
+    dtype = None if facts.state_dtype is None else _NAMES[facts.state_dtype]
+    return dict(initial_state_dtype=dtype, state_v_first=facts.state_v_first)
+
+
 def states(facts: CallFacts) -> dict[str, Any]:
-    return dict(
-        initial_state_dtype=None if facts.state_dtype is None else _NAMES[facts.state_dtype],
-        has_final_state=facts.output_final_state,
-        state_v_first=facts.state_v_first,
-    )
+    return initial_state(facts) | dict(has_final_state=facts.output_final_state)
 
 
 # In the order in which they are preferred when nothing was tuned: the last that serves the call and suits its sizes.

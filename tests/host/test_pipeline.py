@@ -1,0 +1,46 @@
+"""What the launchers hand to the kernels, with a GPU and its kernels stood in for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import Case, arguments
+
+from qla_jit import kernel_cache, select
+from qla_jit.device import GpuInfo
+from qla_jit.kernel_templates.arch import SM90A
+from qla_jit.ops import pipeline
+from qla_jit.ops.inputs import check_inputs
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
+    """Template and arguments by name of every launch, in order."""
+    seen: list[tuple[str, dict[str, object]]] = []
+
+    def loaded(request):
+        names = request.template.arguments(request.problem)
+        return SimpleNamespace(launch=lambda *values: seen.append((request.template.name, dict(zip(names, values, strict=True)))))
+
+    monkeypatch.setattr(pipeline, "_ready", {})
+    monkeypatch.setattr(pipeline, "gpu_info", lambda device: GpuInfo("NVIDIA H200", SM90A, 132, 60 * 2**20))
+    monkeypatch.setattr(kernel_cache, "get", lambda requests: [loaded(request) for request in requests])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    return seen
+
+
+@pytest.mark.parametrize("strategy", pipeline.LAUNCHERS)
+def test_every_argument_is_passed_and_parameters_are_float32(strategy: str, launches: list) -> None:
+    case = Case(H=2, HV=8, K=128, V=128, lengths=(300, 70), dtype=torch.bfloat16, in_kernel=True, l2norm=True)
+    call = arguments(case)
+    call["A_log"], call["dt_bias"] = call["A_log"].bfloat16(), call["dt_bias"].half()
+    with select.override(strategy, split=2 if strategy == "split" else None):
+        pipeline.forward(check_inputs(**call))
+        steps = [name for name, _ in launches]
+        assert steps == [request.template.name for request in select.choose(check_inputs(**call).facts, SM90A).requests.values()]
+    parameters = [values[name] for _, values in launches for name in ("A_log", "dt_bias") if name in values]
+    assert parameters
+    assert {x.dtype for x in parameters} == {torch.float32}
+    torch.testing.assert_close(parameters[0], call["A_log"].float(), rtol=0, atol=0)
