@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,11 +99,10 @@ class Template:
                 yield config
 
     def source_sha256(self) -> str:
-        """Hash of the text that decides the generated code: the template's file and the shared macros."""
-        shared = Path(__file__).parent
+        """Hash of the text that decides the generated code: the template's file and all that it imports from this package."""
         digest = hashlib.sha256()
-        for path in (Path(inspect.getfile(self.build)), shared / "language.py", *sorted((shared / "macros").glob("*.py"))):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        for path, text in sorted(_sources(Path(inspect.getfile(self.build))).items()):
+            digest.update(path.name.encode() + b"\0" + text.encode() + b"\0")
         return digest.hexdigest()
 
     def _fits_shared_memory(self, problem: Any, config: Any, arch: Arch) -> Rejection | None:
@@ -128,3 +128,21 @@ class Template:
         if threads > arch.threads_per_block:
             return Rejection(f"needs {threads} threads a block; {arch.name} allows {arch.threads_per_block}")
         return None
+
+
+_RELATIVE_IMPORT = re.compile(r"^from (\.{1,2})([\w.]+) import", re.MULTILINE)
+_SAYS_BUT_DOES_NOT_GENERATE = ("arch.py", "contract.py")
+
+
+def _sources(path: Path) -> dict[Path, str]:
+    """The text of a template's file and of the modules beside it that it imports, directly or through one another."""
+    found: dict[Path, str] = {}
+    waiting = [path]
+    while waiting:
+        path = waiting.pop()
+        if path in found or path.name in _SAYS_BUT_DOES_NOT_GENERATE:
+            continue
+        found[path] = path.read_text(encoding="utf-8")
+        for dots, module in _RELATIVE_IMPORT.findall(found[path]):
+            waiting.append(path.parents[len(dots) - 1].joinpath(*module.split(".")).with_suffix(".py"))
+    return found

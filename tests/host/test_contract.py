@@ -126,12 +126,21 @@ def copied_templates(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+def test_the_source_hash_reaches_what_a_macro_imports(copied_templates):
+    template = importlib.import_module("templates_copy.register_state_forward").TEMPLATE
+    original = template.source_sha256()
+    segments = copied_templates / "macros" / "segments.py"  # imported by macros/register_roles.py, not by the template
+    segments.write_text(segments.read_text() + "\n# edited\n")
+    assert template.source_sha256() != original
+
+
 def test_the_source_hash_follows_the_template_and_what_it_shares_and_nothing_else(copied_templates):
     template = importlib.import_module("templates_copy.gate_cumsum").TEMPLATE
     original = template.source_sha256()
     assert importlib.import_module("qla_jit.kernel_templates.gate_cumsum").TEMPLATE.source_sha256() == original
     decides_the_code = {
-        "gate_cumsum.py": True, "language.py": True, "macros/gates.py": True, "triangular_solve.py": False, "arch.py": False,
+        "gate_cumsum.py": True, "language.py": True, "macros/gates.py": True, "macros/sequences.py": True,
+        "macros/register_tiles.py": False, "triangular_solve.py": False, "arch.py": False,
     }
     for name, decides in decides_the_code.items():
         path = copied_templates / name
