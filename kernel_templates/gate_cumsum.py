@@ -8,6 +8,9 @@ For every chunk slot and value head, over the tokens i of the chunk:
 
 Outputs are float32 and chunk-indexed, [slots, HV, C]: contiguous for whoever reads one chunk of one head. Behind the last
 token of a sequence g_sum keeps its last value and beta is 0, so that such tokens neither decay nor write.
+
+A backward divides by beta. For it, |beta| of a token is at least 2 ** beta_floor: a token that writes nothing then writes a
+share too small to be seen.
 """
 
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ class Problem:
     has_dt_bias: bool
     beta_sigmoid: bool
     negative_eigenvalues: bool
+    beta_floor: int | None               # None: beta as it is
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,9 @@ def build(problem: Problem, config: Config):
                             strength = T.sigmoid(strength)
                             if problem.negative_eigenvalues:
                                 strength = 2.0 * strength
+                        if problem.beta_floor is not None:
+                            floor = 2.0**problem.beta_floor
+                            strength = T.if_then_else(strength < 0.0, T.min(strength, -floor), T.max(strength, floor))
                         gate = at_least_reset(gate)
                     gates[i, j] = gate
                     strengths[i, j] = strength

@@ -111,7 +111,7 @@ def chunked_steps(facts: CallFacts) -> dict[str, Step]:
     """Every intermediate in memory: gates -> solve -> state scan -> chunk output."""
     keys = key_side(facts)
     gates = gate_cumsum.Problem(
-        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strength_sources(facts)
+        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strength_sources(facts), beta_floor=None
     )
     scan = state_scan.Problem(**keys, V=facts.V, **states(facts))
     return unit_row_steps(facts) | {

@@ -37,7 +37,7 @@ SPILL_BOUND = {"triangular_solve": 256, "register_state_forward": 256, "segment_
 
 
 def gates(**changes: Any) -> gate_cumsum.Problem:
-    plain = dict(gate_in_kernel=False, has_dt_bias=False, beta_sigmoid=False, negative_eigenvalues=False)
+    plain = dict(gate_in_kernel=False, has_dt_bias=False, beta_sigmoid=False, negative_eigenvalues=False, beta_floor=None)
     chunks = {name: value for name, value in CHUNKS.items() if name != "dtype"}
     return gate_cumsum.Problem(HV=48, gate_dtype="float32", beta_dtype="bfloat16", **chunks | plain | changes)
 
@@ -88,7 +88,7 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
         *((chunk_output.TEMPLATE, output(K, V)) for K, V in MODEL_DIMS),
     ]
 ] + [
-    (gate_cumsum.TEMPLATE, gates(gate_in_kernel=True, has_dt_bias=True, beta_sigmoid=True, negative_eigenvalues=True), SM90A),
+    (gate_cumsum.TEMPLATE, gates(gate_in_kernel=True, has_dt_bias=True, beta_sigmoid=True, negative_eigenvalues=True, beta_floor=-24), SM90A),
     (triangular_solve.TEMPLATE, solve(128, C=16), SM90A),
     (triangular_solve.TEMPLATE, solve(128, C=32, dtype="float16", packed=False), SM90A),
     (state_scan.TEMPLATE, scan(128, 128, C=16), SM90A),
