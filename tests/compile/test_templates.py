@@ -88,7 +88,11 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
         *((chunk_output.TEMPLATE, output(K, V)) for K, V in MODEL_DIMS),
     ]
 ] + [
-    (gate_cumsum.TEMPLATE, gates(gate_in_kernel=True, has_dt_bias=True, beta_sigmoid=True, negative_eigenvalues=True, beta_floor=-24), SM90A),
+    (
+        gate_cumsum.TEMPLATE,
+        gates(gate_in_kernel=True, has_dt_bias=True, beta_sigmoid=True, negative_eigenvalues=True, beta_floor=-24),
+        SM90A,
+    ),
     (triangular_solve.TEMPLATE, solve(128, C=16), SM90A),
     (triangular_solve.TEMPLATE, solve(128, C=32, dtype="float16", packed=False), SM90A),
     (state_scan.TEMPLATE, scan(128, 128, C=16), SM90A),
