@@ -14,13 +14,15 @@ import torch
 import typer
 from records import DEFAULT, H200, entry, negative, problem
 
-from qla_jit import cache_dir, cli, device, doctor, enumeration, record_store, select, tuning_db
+from qla_jit import bundle, cache_dir, cli, device, doctor, enumeration, record_store, select, tuning_db
 from qla_jit.bundle import Built
+from qla_jit.cli import deployment, options
 from qla_jit.device import GpuInfo
 from qla_jit.doctor import Finding
 from qla_jit.enumeration import Variants
 from qla_jit.errors import EnvironmentUnsuitable
 from qla_jit.models import ModelShape
+from qla_jit.tune import report, session
 from qla_jit.tune.session import Check, Event, ProblemResult, SessionResult, Verification
 from qla_jit.tuning_records import Hardware, Rigor, Versions, load, save, save_directory
 
@@ -37,8 +39,8 @@ def places(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
-    monkeypatch.setattr(cli, "gpu_count", lambda: 1)
-    monkeypatch.setattr(cli, "gpu_info", lambda device: GpuInfo("NVIDIA H200", records.ARCH, H200.sm_count, H200.l2_bytes))
+    monkeypatch.setattr(options, "gpu_count", lambda: 1)
+    monkeypatch.setattr(options, "gpu_info", lambda device: GpuInfo("NVIDIA H200", records.ARCH, H200.sm_count, H200.l2_bytes))
     record_store._warn_once.cache_clear()
     select._told.clear()
     yield tmp_path
@@ -94,7 +96,7 @@ class FakeSession:
 @pytest.fixture
 def fake(monkeypatch):
     fake = FakeSession()
-    monkeypatch.setattr(cli.session, "tune", fake.tune)
+    monkeypatch.setattr(session, "tune", fake.tune)
     return fake
 
 
@@ -129,7 +131,7 @@ def test_tune_by_workload_reports_the_confirmed_share(run, fake, places):
 
 
 def test_tune_writes_its_report(run, fake, places, monkeypatch):
-    monkeypatch.setattr(cli.report, "html", lambda result: f"<p>{result.outcome}</p>")
+    monkeypatch.setattr(report, "html", lambda result: f"<p>{result.outcome}</p>")
     run("tune", "--heads", "2:8", "--report", places / "out.html")
     assert (places / "out.html").read_text() == "<p>complete</p>"
     run("tune", "--heads", "2:8", "--report", places / "missing" / "out.html", code=2)
@@ -169,7 +171,7 @@ def test_an_unsuitable_machine_exits_with_its_reason(run, monkeypatch):
     def refuse(*_, **__):
         raise EnvironmentUnsuitable("another tuner is on the GPU")
 
-    monkeypatch.setattr(cli.session, "tune", refuse)
+    monkeypatch.setattr(session, "tune", refuse)
     assert "another tuner" in run("tune", "--heads", "2:8", code=5)
 
 
@@ -177,7 +179,7 @@ def test_ctrl_c_exits_with_130(run, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.session, "tune", interrupt)
+    monkeypatch.setattr(session, "tune", interrupt)
     run("tune", "--heads", "2:8", code=130)
 
 
@@ -262,7 +264,7 @@ def test_verify_looks_at_the_records_of_this_gpu_and_fails_with_the_reason(run, 
         seen.extend(of)
         return [Verification(of[0], e.candidate, failure) for e, failure in zip(of[0].entries, failures, strict=True)]
 
-    monkeypatch.setattr(cli.session, "verify_records", verify_records)
+    monkeypatch.setattr(session, "verify_records", verify_records)
     failures = (None, None)
     run("verify")
     failures = (None, "racy: launch 3 differed")
@@ -279,7 +281,7 @@ def test_check_times_stale_records_first_and_exits_with_7_on_a_regression(run, m
         asked.append(([r.problem.HV for r in of], points))
         return [Check(of[0], "2:16 at 4096: 0.91x", regressed)]
 
-    monkeypatch.setattr(cli.session, "check_records", check_records)
+    monkeypatch.setattr(session, "check_records", check_records)
     regressed = False
     run("check")
     regressed = True
@@ -371,7 +373,7 @@ def bundles(monkeypatch):
         fake.requests.append(requests)
         return Built(len(requests), 1000, 2.5, fake.failures)
 
-    monkeypatch.setattr(cli.bundle, "build", build)
+    monkeypatch.setattr(bundle, "build", build)
     return fake
 
 
@@ -463,7 +465,7 @@ def test_build_refuses_what_it_cannot_build(run, bundles, places, words):
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warning", 0), ("failed", 5)])
 def test_doctor_fails_if_a_check_does(run, monkeypatch, status, code):
-    monkeypatch.setattr(cli, "examine", lambda: [Finding("nvcc", status, "not found", "install it")])
+    monkeypatch.setattr(deployment, "examine", lambda: [Finding("nvcc", status, "not found", "install it")])
     assert "install it" in run("doctor", code=code)
 
 

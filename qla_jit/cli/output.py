@@ -16,11 +16,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .ops.plan import STRATEGIES
-from .select import Considered, Dispatch
-from .tune.session import Event
-from .tuning_records import Candidate, Entry, Problem, Record, Versions
-from .workload import facts_of
+from ..ops.plan import STRATEGIES
+from ..select import Considered, Dispatch
+from ..tune.session import Event
+from ..tuning_records import Candidate, Entry, Problem, Record, Versions
+from ..workload import facts_of
 
 
 def print_json(data: Any) -> None:
