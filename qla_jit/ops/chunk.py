@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 
@@ -238,19 +237,7 @@ def chunk_gated_delta_rule_bwd(
         shape, axes = state_shape(inputs.N, facts.HV, facts.K, facts.V, state_v_first)
         check_tensor("dht", dht, shape, axes, "as the final state", CPU_DTYPES, facts.device)
 
-    leaves = {
-        name: getattr(inputs, name).detach().requires_grad_()
-        for name in Gradients._fields
-        if getattr(inputs, name) is not None
-    }
-    with torch.enable_grad():
-        result = fallback.forward(dataclasses.replace(inputs, **leaves))
-    outputs, gradients = [result.o], [do.to(result.o.dtype)]
-    if dht is not None:
-        outputs.append(result.final_state)
-        gradients.append(dht.to(result.final_state.dtype))
-    by_leaf = torch.autograd.grad(outputs, list(leaves.values()), gradients, materialize_grads=True)
-    return Gradients(**(dict.fromkeys(Gradients._fields) | dict(zip(leaves, by_leaf, strict=True))))
+    return fallback.backward(inputs, do, dht)
 
 
 def _forward(inputs: CallInputs) -> ForwardResult:

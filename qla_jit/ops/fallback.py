@@ -1,10 +1,14 @@
-"""Run a checked call on the reference, where no kernel serves it: CPU tensors, and gradients on a GPU."""
+"""Run a checked call on the reference, where no kernel serves it: CPU tensors, and gradients that no kernel covers."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import torch
+
 from .. import reference
 from .inputs import CallInputs
-from .results import ForwardResult
+from .results import ForwardResult, Gradients
 
 
 def forward(inputs: CallInputs, *, by_chunk: bool = True) -> ForwardResult:
@@ -29,3 +33,20 @@ def forward(inputs: CallInputs, *, by_chunk: bool = True) -> ForwardResult:
         chunk_size=facts.chunk_size if by_chunk else None,
     )
     return ForwardResult(o.to(facts.dtype), final_state if facts.output_final_state else None)
+
+
+def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> Gradients:
+    """The gradients from autograd, with every chunk's state in memory. dht: None if the final state has no part in the loss."""
+    leaves = {
+        name: getattr(inputs, name).detach().requires_grad_()
+        for name in Gradients._fields
+        if getattr(inputs, name) is not None
+    }
+    with torch.enable_grad():
+        result = forward(dataclasses.replace(inputs, **leaves))
+    outputs, gradients = [result.o], [do.to(result.o.dtype)]
+    if dht is not None:
+        outputs.append(result.final_state)
+        gradients.append(dht.to(result.final_state.dtype))
+    by_leaf = torch.autograd.grad(outputs, list(leaves.values()), gradients, materialize_grads=True)
+    return Gradients(**(dict.fromkeys(Gradients._fields) | dict(zip(leaves, by_leaf, strict=True))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from .. import capture, kernel_cache, select
+from ..compiler import CompileRequest
 from ..device import gpu_info
-from ..errors import UnsupportedError
 from ..kernel_templates.macros.register_roles import ROWS
 from ..kernel_templates.macros.segments import place_count
-from ..kernel_templates.macros.sequences import slot_count
-from ..reference import L2NORM_EPS
 from ..settings import settings
 from ..tuning_records import Hardware
 from .inputs import CallFacts, CallInputs
+from .operands import aligned, prepared_keys, scanned_chunks, slots_of, with_float_parameters
 from .plan import Extents
 from .results import ForwardResult
-
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +39,22 @@ def kernels_for(inputs: CallInputs) -> Kernels:
     key = (facts, select.override_in_force(), extents)
     kernels = _ready.get(key)
     if kernels is None:
-        gpu = gpu_info(facts.device)
-        dispatch = select.choose(facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
-        needed = list(dispatch.requests.values())
-        if dispatch.source == "default" and settings().mode != "require":
-            # The first call compiles for all sizes: a later one must not wait for a compiler.
-            needed = list(dict.fromkeys([*needed, *select.requests_for_any_size(facts, gpu.arch)]))
+        dispatch, needed = choice_for(facts, extents)
         loaded = kernel_cache.get(needed)[: len(dispatch.requests)]
         entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
         kernels = _ready[key] = Kernels(dispatch.strategy, entries, dispatch.split)
     return kernels
+
+
+def choice_for(facts: CallFacts, extents: Extents) -> tuple[select.Dispatch, list[CompileRequest]]:
+    """How a call is computed, and the kernels to have ready at its first time, those of the call itself first."""
+    gpu = gpu_info(facts.device)
+    dispatch = select.choose(facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
+    needed = list(dispatch.requests.values())
+    if dispatch.source == "default" and settings().mode != "require":
+        # The first call compiles for all sizes: a later one must not wait for a compiler.
+        needed = list(dict.fromkeys([*needed, *select.requests_for_any_size(facts, gpu.arch)]))
+    return dispatch, needed
 
 
 def forward(inputs: CallInputs) -> ForwardResult:
@@ -65,33 +67,24 @@ def forward(inputs: CallInputs) -> ForwardResult:
         return _no_tokens(inputs)
     kernels = kernels_for(inputs)
     capture.note(inputs)
-    return LAUNCHERS[kernels.strategy](kernels, _with_float_parameters(inputs))
+    return LAUNCHERS[kernels.strategy](kernels, with_float_parameters(inputs))
 
 
 def _chunked(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
-    facts, launch = inputs.facts, kernels.launch
-    HV, K, V, C, dtype = facts.HV, facts.K, facts.V, facts.chunk_size, facts.dtype
-    slots = _slots(inputs)
-    cu_seqlens = inputs.cu_seqlens
-    q, k = _prepared_keys(launch, inputs)
-    v = _aligned(inputs.v)
-    g_sum, beta = _prepared_gates(launch, inputs, slots)
-
-    A = torch.empty(slots, HV, C, C, dtype=dtype, device=facts.device)
-    launch["triangular_solve"](k, g_sum, beta, cu_seqlens, A)
-    states = torch.empty(slots, HV, K, V, dtype=dtype, device=facts.device)
-    v_new = torch.empty(slots, HV, C, V, dtype=dtype, device=facts.device)
+    launch = kernels.launch
+    q, k = prepared_keys(launch, inputs)
+    v = aligned(inputs.v)
     initial_state, final_state = _states(inputs)
-    launch["state_scan"](k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state)
+    chunks = scanned_chunks(launch, inputs, k, v, initial_state, final_state)
     o = torch.empty_like(v)
-    launch["chunk_output"](q, k, v_new, states, g_sum, cu_seqlens, o, inputs.scale)
-    return ForwardResult(o, final_state, g_sum, A)
+    launch["chunk_output"](q, k, chunks.v_new, chunks.states, chunks.g_sum, inputs.cu_seqlens, o, inputs.scale)
+    return ForwardResult(o, final_state, chunks.g_sum, chunks.A)
 
 
 def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
-    q, k = _prepared_keys(kernels.launch, inputs)
-    v = _aligned(inputs.v)
-    slots = _slots(inputs)
+    q, k = prepared_keys(kernels.launch, inputs)
+    v = aligned(inputs.v)
+    slots = slots_of(inputs)
     Ab = _inverses(kernels.launch, inputs, k, slots)
     initial_state, final_state = _states(inputs)
     o = _rest_of_forward(kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, places=inputs.N, chunks_per_segment=0)
@@ -101,9 +94,9 @@ def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
 def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     facts, launch = inputs.facts, kernels.launch
     HV, K, V, device = facts.HV, facts.K, facts.V, facts.device
-    q, k = _prepared_keys(launch, inputs)
-    v = _aligned(inputs.v)
-    slots = _slots(inputs)
+    q, k = prepared_keys(launch, inputs)
+    v = aligned(inputs.v)
+    slots = slots_of(inputs)
     L = slots if kernels.split is None else kernels.split        # one segment for every sequence, or as chosen
     places = place_count(slots, inputs.N, L)
     cu_seqlens = inputs.cu_seqlens
@@ -164,62 +157,14 @@ def _blocks(inputs: CallInputs, items: int) -> int:
     return min(items, gpu_info(inputs.facts.device).sm_count)
 
 
-def _slots(inputs: CallInputs) -> int:
-    """Chunk slots of a call. Kernels count tokens, rows and blocks in 32 bits; only their offsets are 64 bits wide."""
-    facts = inputs.facts
-    slots = slot_count(inputs.B, inputs.T, inputs.N, facts.chunk_size, facts.varlen)
-    if max(inputs.B * inputs.T * facts.H, slots * facts.HV) > INT32_MAX:
-        raise UnsupportedError(
-            f"B * T * H and chunks * HV may be at most {INT32_MAX:,}; got B={inputs.B}, T={inputs.T}, H={facts.H}, "
-            f"{slots:,} chunks, HV={facts.HV}; split the batch into several calls"
-        )
-    return slots
-
-
-def _prepared_keys(launch: dict[str, Callable[..., None]], inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k as the kernels read them: aligned, and with unit rows if asked for."""
-    q, k = _aligned(inputs.q), _aligned(inputs.k)
-    if not inputs.facts.use_qk_l2norm_in_kernel:
-        return q, k
-    q_unit, k_unit = torch.empty_like(q), torch.empty_like(k)
-    rows = (-1, inputs.facts.K)
-    launch["l2norm"](q.view(rows), k.view(rows), L2NORM_EPS, q_unit.view(rows), k_unit.view(rows))
-    return q_unit, k_unit
-
-
-def _prepared_gates(
-    launch: dict[str, Callable[..., None]], inputs: CallInputs, slots: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """g_sum and beta, chunk-indexed [slots, HV, C] in float32."""
-    facts = inputs.facts
-    g_sum, beta = torch.empty(2, slots, facts.HV, facts.chunk_size, dtype=torch.float32, device=facts.device).unbind()
-    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, g_sum, beta)
-    return g_sum, beta
-
-
-def _with_float_parameters(inputs: CallInputs) -> CallInputs:
-    """A_log and dt_bias in float32, as every kernel reads them; models keep them so, and then nothing is done."""
-    A_log, dt_bias = inputs.A_log, inputs.dt_bias
-    if A_log is None:                    # then there is no dt_bias either
-        return inputs
-    if A_log.dtype == torch.float32 and (dt_bias is None or dt_bias.dtype == torch.float32):
-        return inputs
-    return dataclasses.replace(inputs, A_log=A_log.float(), dt_bias=None if dt_bias is None else dt_bias.float())
-
-
 def _states(inputs: CallInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The initial state as the kernels read it, and room for the final one."""
     facts = inputs.facts
-    initial_state = None if inputs.initial_state is None else _aligned(inputs.initial_state)
+    initial_state = None if inputs.initial_state is None else aligned(inputs.initial_state)
     if not facts.output_final_state:
         return initial_state, None
     dims = (facts.V, facts.K) if facts.state_v_first else (facts.K, facts.V)
     return initial_state, torch.empty(inputs.N, facts.HV, *dims, dtype=torch.float32, device=facts.device)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x where bulk copies and 16-byte loads can start: a contiguous view may begin anywhere in its storage."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _no_tokens(inputs: CallInputs) -> ForwardResult:

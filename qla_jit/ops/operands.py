@@ -1,0 +1,88 @@
+"""What the launchers of the forward and the backward hand to the kernels that both begin with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..errors import UnsupportedError
+from ..kernel_templates.macros.sequences import slot_count
+from ..reference import L2NORM_EPS
+from .inputs import CallInputs
+
+INT32_MAX = 2**31 - 1
+
+
+class ScannedChunks(NamedTuple):
+    """What `chunked` knows of every chunk after its scan; docs/maths.md has the symbols. By chunk slot."""
+
+    g_sum: torch.Tensor                          # [slots, HV, C], fp32
+    beta: torch.Tensor                           # [slots, HV, C], fp32
+    A: torch.Tensor                              # [slots, HV, C, C]: Ag
+    states: torch.Tensor                         # [slots, HV, K, V]: the state that enters
+    v_new: torch.Tensor                          # [slots, HV, C, V]
+
+
+def slots_of(inputs: CallInputs) -> int:
+    """Chunk slots of a call. Kernels count tokens, rows and blocks in 32 bits; only their offsets are 64 bits wide."""
+    facts = inputs.facts
+    slots = slot_count(inputs.B, inputs.T, inputs.N, facts.chunk_size, facts.varlen)
+    if max(inputs.B * inputs.T * facts.H, slots * facts.HV) > INT32_MAX:
+        raise UnsupportedError(
+            f"B * T * H and chunks * HV may be at most {INT32_MAX:,}; got B={inputs.B}, T={inputs.T}, H={facts.H}, "
+            f"{slots:,} chunks, HV={facts.HV}; split the batch into several calls"
+        )
+    return slots
+
+
+def prepared_keys(launch: dict[str, Callable[..., None]], inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k as the kernels read them: aligned, and with unit rows if asked for."""
+    q, k = aligned(inputs.q), aligned(inputs.k)
+    if not inputs.facts.use_qk_l2norm_in_kernel:
+        return q, k
+    q_unit, k_unit = torch.empty_like(q), torch.empty_like(k)
+    rows = (-1, inputs.facts.K)
+    launch["l2norm"](q.view(rows), k.view(rows), L2NORM_EPS, q_unit.view(rows), k_unit.view(rows))
+    return q_unit, k_unit
+
+
+def scanned_chunks(
+    launch: dict[str, Callable[..., None]],
+    inputs: CallInputs,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+) -> ScannedChunks:
+    """The recurrence over chunks, and the final state where there is room for it. k and v as the kernels read them."""
+    facts, cu_seqlens = inputs.facts, inputs.cu_seqlens
+    HV, K, V, C, slots = facts.HV, facts.K, facts.V, facts.chunk_size, slots_of(inputs)
+
+    def chunked(*shape: int, dtype: torch.dtype = facts.dtype) -> torch.Tensor:
+        return torch.empty(slots, HV, *shape, dtype=dtype, device=facts.device)
+
+    g_sum, beta = chunked(C, dtype=torch.float32), chunked(C, dtype=torch.float32)
+    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, cu_seqlens, g_sum, beta)
+    A = chunked(C, C)
+    launch["triangular_solve"](k, g_sum, beta, cu_seqlens, A)
+    states, v_new = chunked(K, V), chunked(C, V)
+    launch["state_scan"](k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state)
+    return ScannedChunks(g_sum, beta, A, states, v_new)
+
+
+def with_float_parameters(inputs: CallInputs) -> CallInputs:
+    """A_log and dt_bias in float32, as every kernel reads them; models keep them so, and then nothing is done."""
+    A_log, dt_bias = inputs.A_log, inputs.dt_bias
+    if A_log is None:                    # then there is no dt_bias either
+        return inputs
+    if A_log.dtype == torch.float32 and (dt_bias is None or dt_bias.dtype == torch.float32):
+        return inputs
+    return dataclasses.replace(inputs, A_log=A_log.float(), dt_bias=None if dt_bias is None else dt_bias.float())
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x where bulk copies and 16-byte loads can start: a contiguous view may begin anywhere in its storage."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
