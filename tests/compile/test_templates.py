@@ -12,13 +12,16 @@ import pytest
 from qla_jit import compiler, kernel_cache
 from qla_jit.compiler import CompileRequest
 from qla_jit.kernel_templates import (
+    chunk_gradients,
     chunk_output,
     gate_cumsum,
     l2norm,
+    l2norm_backward,
     register_state_forward,
     segment_plan,
     segment_scan,
     segment_states,
+    state_gradient_scan,
     state_scan,
     triangular_solve,
 )
@@ -26,14 +29,24 @@ from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
 from qla_jit.kernel_templates.contract import Template
 from qla_jit.ops.plan import KEY_DIMS, VALUE_DIMS
 
-TEMPLATE_MODULES = [gate_cumsum, l2norm, triangular_solve, state_scan, chunk_output]
+TEMPLATE_MODULES = [
+    gate_cumsum,
+    l2norm,
+    triangular_solve,
+    state_scan,
+    chunk_output,
+    state_gradient_scan,
+    chunk_gradients,
+    l2norm_backward,
+]
 
 CHUNKS = dict(C=64, dtype="bfloat16", packed=True, index_dtype="int32")
 
 # Bytes of registers that one thread may spill. The solve keeps a column of 64 in registers and trades spills for blocks in
 # flight; in every other kernel a spill would sit in the matrix loop.
 # Single warps of the register-state kernels have 24 registers and spill outside of their loops, about 200 and 40 bytes.
-SPILL_BOUND = {"triangular_solve": 256, "register_state_forward": 256, "segment_scan": 64}
+# chunk_gradients has seven accumulators and 96 registers: it spills between its products.
+SPILL_BOUND = {"triangular_solve": 256, "register_state_forward": 256, "segment_scan": 64, "chunk_gradients": 256}
 
 
 def gates(**changes: Any) -> gate_cumsum.Problem:
@@ -53,6 +66,15 @@ def scan(K: int, V: int, **changes: Any) -> state_scan.Problem:
 
 def output(K: int, V: int, **changes: Any) -> chunk_output.Problem:
     return chunk_output.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | changes)
+
+
+def gradient_scan(K: int, V: int, **changes: Any) -> state_gradient_scan.Problem:
+    states = dict(has_final_state_gradient=True, has_initial_state=True, state_v_first=False)
+    return state_gradient_scan.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | states | changes)
+
+
+def gradients(K: int, V: int, **changes: Any) -> chunk_gradients.Problem:
+    return chunk_gradients.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | changes)
 
 
 GATES = dict(gate_dtype="float32", gate_in_kernel=True, has_dt_bias=True)
@@ -86,8 +108,16 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
         *((triangular_solve.TEMPLATE, solve(K)) for K in (96, 128)),
         *((state_scan.TEMPLATE, scan(K, V)) for K, V in MODEL_DIMS),
         *((chunk_output.TEMPLATE, output(K, V)) for K, V in MODEL_DIMS),
+        (state_gradient_scan.TEMPLATE, gradient_scan(128, 128)),
+        (chunk_gradients.TEMPLATE, gradients(128, 128)),
     ]
 ] + [
+    *((state_gradient_scan.TEMPLATE, gradient_scan(K, V), SM90A) for K, V in ((96, 192), (256, 512))),
+    *((chunk_gradients.TEMPLATE, gradients(K, V), SM90A) for K, V in ((96, 192), (192, 96), (256, 512))),
+    (state_gradient_scan.TEMPLATE, gradient_scan(128, 128, state_v_first=True, packed=False, dtype="float16"), SM90A),
+    (state_gradient_scan.TEMPLATE, gradient_scan(128, 128, has_initial_state=False, has_final_state_gradient=False), SM90A),
+    (chunk_gradients.TEMPLATE, gradients(128, 128, packed=False, dtype="float16", index_dtype="int64"), SM90A),
+    (l2norm_backward.TEMPLATE, l2norm_backward.Problem(96, "bfloat16"), SM90A),
     (
         gate_cumsum.TEMPLATE,
         gates(gate_in_kernel=True, has_dt_bias=True, beta_sigmoid=True, negative_eigenvalues=True, beta_floor=-24),
@@ -118,6 +148,9 @@ COMPILED = [
     (register_state_forward.TEMPLATE, rest_of_forward(split=True, initial_state_dtype=None)),
     (segment_scan.TEMPLATE, segments()),
     (segment_states.TEMPLATE, boundaries()),
+    (state_gradient_scan.TEMPLATE, gradient_scan(128, 128)),
+    (chunk_gradients.TEMPLATE, gradients(128, 128)),
+    (l2norm_backward.TEMPLATE, l2norm_backward.Problem(128, "bfloat16")),
 ]
 
 
@@ -156,12 +189,18 @@ def test_head_dims_lower_to_warpgroup_products_on_hopper(K: int, V: int) -> None
 @pytest.mark.parametrize("arch", ARCHES.values(), ids=name_of)
 @pytest.mark.parametrize("template", TEMPLATE_MODULES, ids=lambda module: module.TEMPLATE.name)
 def test_default_config_is_allowed_for_every_head_dim(template: Any, arch: Arch) -> None:
+    # Q and K of 64 tokens with K = 256 leave too little of 99 KiB.
+    small = arch.shared_bytes_per_block < 128 * 1024
+    backward_sizes = [(K, V, 32 if K == 256 and small else 64) for K, V in itertools.product(KEY_DIMS, VALUE_DIMS)]
     problems = {
         "gate_cumsum": [gates()],
         "l2norm": [l2norm.Problem(K, "float16") for K in KEY_DIMS],
         "triangular_solve": [solve(K, C=C) for K in KEY_DIMS for C in (16, 32, 64)],
         "state_scan": [scan(K, V) for K, V in itertools.product(KEY_DIMS, VALUE_DIMS)],
         "chunk_output": [output(K, V) for K, V in itertools.product(KEY_DIMS, VALUE_DIMS)],
+        "state_gradient_scan": [gradient_scan(K, V, C=C) for K, V, C in backward_sizes],
+        "chunk_gradients": [gradients(K, V, C=C) for K, V, C in backward_sizes],
+        "l2norm_backward": [l2norm_backward.Problem(K, "float16") for K in KEY_DIMS],
     }[template.TEMPLATE.name]
     for problem in problems:
         config = template.TEMPLATE.default_config(problem, arch)
