@@ -14,10 +14,12 @@ Gamma_ij = exp(g_sum_i - g_sum_j):
     dg_sum_L += sum(K o dK_S) + gamma_L sum(dS' o S)
     dg_i = dg_sum_i + ... + dg_sum_L
 
-dbeta holds because row i of V_new is beta_i times what the delta rule writes, and row i of dW beta_i times that row's gradient; both
-were made with beta rounded to the input dtype, so they are divided by the rounded beta. One block owns one chunk of one
-key head and goes through its value heads, so that dQ and dK are summed where they are made, in a fixed order. It goes
-through keys in blocks of at most 128, and through values in blocks of block_v. Tokens that belong to no sequence get zeros.
+dbeta holds because row i of V_new is beta_i times what the delta rule writes, and row i of dW beta_i times that row's
+gradient; both were made with beta rounded to the input dtype, so they are divided by the rounded beta.
+
+One block owns one chunk of one key head and goes through its value heads, so that dQ and dK are summed where they are made,
+in a fixed order. It goes through keys in blocks of at most 128, and through values in blocks of block_v. Tokens that
+belong to no sequence get zeros.
 """
 
 from dataclasses import dataclass
@@ -50,8 +52,8 @@ class Config:
 
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
-        "q", "k", "v_new", "dv", "do", "states", "state_gradients", "g_sum", "beta_chunks", "cu_seqlens", "dq", "dk", "dg", "dbeta",
-        "scale",
+        "q", "k", "v_new", "dv", "do", "states", "state_gradients", "g_sum", "beta_chunks", "cu_seqlens",
+        "dq", "dk", "dg", "dbeta", "scale",
     )  # fmt: skip
 
 
@@ -105,7 +107,7 @@ def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection 
     needed = problem.C * (5 * block_k(problem) + 2 * problem.C) // config.threads
     allowed = min(arch.registers_per_thread, arch.registers_per_sm // config.threads) - 24
     if needed > allowed:
-        return Rejection(f"seven accumulators take {needed} registers a thread; {config.threads} threads leave room for {allowed}")
+        return Rejection(f"seven accumulators take {needed} registers a thread; {config.threads} threads have room for {allowed}")
     return None
 
 
@@ -172,6 +174,12 @@ class Sums:
     rows: object
     rows_sum: object
     columns: object
+
+
+@macro
+def clear_head(sums):
+    for x in (sums.dq_state, sums.dk_state, sums.dk_erase, sums.dp, sums.dm, sums.strength, sums.overlap_rows):
+        T.clear(x)
 
 
 @macro
@@ -311,8 +319,7 @@ def build(problem: Problem, config: Config):
                         head = key_head * group + member
                         T.copy(g_sum[slot, head, 0:C], tiles.g)
                         T.copy(beta_chunks[slot, head, 0:C], tiles.beta)
-                        for x in (sums.dq_state, sums.dk_state, sums.dk_erase, sums.dp, sums.dm, sums.strength, sums.overlap_rows):
-                            T.clear(x)
+                        clear_head(sums)
                         for value_block in T.Pipelined(V // block_v, num_stages=config.stages):
                             first_v = value_block * block_v
                             T.copy(do[row, start : start + C, head, first_v : first_v + block_v], tiles.do)

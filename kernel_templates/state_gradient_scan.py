@@ -7,9 +7,10 @@ gamma = exp(g_sum), gamma_L its last value, P = scale Gamma o lower(Q K^T) and A
     dW     = A^T dV_new                                 the gradient of V, [B, T, HV, V]
     dS     = gamma_L dS' - K^T (gamma o dW) + scale Q^T (gamma o dO)
 
-dS' of chunk j is kept as state_gradients[slot(j)], [slots, HV, K, V]. One block owns block_v columns of dS for a whole sequence; dS
-stays in float32 accumulators and is rounded to the input dtype only as a matrix operand. The ragged last chunk comes first
-and is loaded with guards, because tokens behind the end of a sequence may hold NaN. Tokens that belong to no sequence get dV = 0.
+dS' of chunk j is kept as state_gradients[slot(j)], [slots, HV, K, V]. One block owns block_v columns of dS for a whole
+sequence; dS stays in float32 accumulators and is rounded to the input dtype only as a matrix operand. The ragged last
+chunk comes first and is loaded with guards, because tokens behind the end of a sequence may hold NaN. Tokens that belong
+to no sequence get dV = 0.
 """
 
 from dataclasses import dataclass
