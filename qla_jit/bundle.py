@@ -1,19 +1,24 @@
-"""Put the kernels of a deployment into a directory that others read through QLA_JIT_BUNDLE_PATH."""
+"""Put the kernels of a deployment, and the records that choose among them, into a directory that others read through
+QLA_JIT_BUNDLE_PATH.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import kernel_store
+from . import kernel_store, record_store
 from .cache_dir import writable_cache_dir
 from .compiler import CompileRequest
+from .enumeration import Variants
 from .errors import EnvironmentUnsuitable
+from .models import ModelShape
 from .settings import settings
 from .tune.build import compile_all
 from .tune.worker import Failure
+from .tuning_records import Hardware, Identity, Problem, Record, load, merge, save_directory
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,36 @@ def build(
         size += sum(file.stat().st_size for file in entry.iterdir())
         count += 1
     return Built(count, size, time.monotonic() - started, tuple(failures))
+
+
+def records_of(shape: ModelShape, variants: Variants, gpus: Collection[Hardware]) -> list[Record]:
+    """The tuned records that calls of a layer ask on these kinds of GPU; of each identity the one that is asked first.
+
+    Raises:
+        InputError: the value heads cannot share the key heads evenly.
+    """
+    problems = {Problem.of(facts) for facts in variants.calls(shape)}
+    found: dict[Identity, Record] = {}
+    for stored in record_store.everything():
+        if stored.record.hardware in gpus and stored.record.problem in problems:
+            found.setdefault(stored.record.identity, stored.record)
+    return list(found.values())
+
+
+def add_records(records: Sequence[Record], directory: Path) -> None:
+    """Put records into a bundle, where those who read it ask them; they replace what is there of the same identity.
+
+    Raises:
+        RecordError: a record that is there is damaged.
+        EnvironmentUnsuitable: the directory cannot be written.
+    """
+    if not records:
+        return
+    place = directory / "records"
+    there = [record for path in sorted(place.glob("*.json")) for record in load(path)]
+    try:
+        files = save_directory(place, merge(records, there, prefer="ours"))
+        for path, mode in ((place, 0o755), *((file, 0o644) for file in files)):
+            path.chmod(mode)
+    except OSError as error:
+        raise EnvironmentUnsuitable(f"records cannot be written to {place}: {error.strerror}") from None

@@ -23,6 +23,7 @@ from .errors import CompileError, KernelNotCachedError
 from .kernel_store import KernelKey
 from .launch import LoadedKernel, load
 from .settings import settings
+from .templates import template_sources
 
 ARTEFACT_FORMAT = 1                      # raise it when the files of an entry, or their use by launch.py, change
 LOCK_POLL_SECONDS = 0.05
@@ -76,6 +77,12 @@ def key_of(request: CompileRequest) -> KernelKey:
         tilelang=compiler.tilelang_version(),
         nvcc=compiler.nvcc_version(),
     )
+
+
+def may_be_asked_for(key: KernelKey) -> bool:
+    """Whether a request of this version of qla_jit on this kind of machine can have such a key, whatever its nvcc."""
+    there = (key.format, key.machine, key.tilelang, key.template_sha256)
+    return there == (ARTEFACT_FORMAT, platform.machine(), compiler.tilelang_version(), template_sources().get(key.template))
 
 
 def stats() -> CacheStats:

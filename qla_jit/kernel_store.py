@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .cache_dir import bundle_dirs, cache_dirs, writable_cache_dir
 from .compiler import ARTEFACTS
@@ -147,6 +147,26 @@ def ship(entry: Path, directory: Path) -> Path:
     return copy
 
 
+def entries_in(directory: Path) -> list[Path]:
+    """Every entry of a cache or a bundle, whole or damaged."""
+    return sorted(directory.glob("kernels/??/*/nvcc-*"))
+
+
+def verified(entry: Path) -> Manifest:
+    """The manifest of an entry, once its files and its place have been found to be what it says.
+
+    Raises:
+        OSError, ValueError: the entry is damaged.
+    """
+    try:
+        key = Manifest.model_validate_json((entry / MANIFEST).read_bytes()).key
+    except ValidationError as error:
+        raise ValueError(f"{MANIFEST} is none of an entry: {error.errors()[0]['msg']}") from None
+    if entry != _entry(entry.parents[3], key):
+        raise ValueError(f"{MANIFEST} is of another kernel than the directory's name")
+    return _check(entry, key)
+
+
 def keep_log(log: Path, key: KernelKey) -> Path | None:
     """Copy the log of a failed build to where the user can read it; None if there is no such place."""
     cache = writable_cache_dir()
@@ -186,11 +206,11 @@ def _publish(contents: dict[str, bytes], entry: Path, cache: Path) -> None:
     staging = Path(tempfile.mkdtemp(dir=cache / "staging"))
     try:
         for name, data in contents.items():
-            _write_durably(staging / name, data)
-        _sync_directory(staging)
+            write_durably(staging / name, data)
+        sync_directory(staging)
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         staging.rename(entry)
-        _sync_directory(entry.parent)
+        sync_directory(entry.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -267,14 +287,14 @@ def _quarantine(entry: Path, cache: Path, error: Exception) -> None:
     logger.warning("a cached kernel is damaged and will be built again: %s; it is now in %s", error, place)
 
 
-def _write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Where are tuned records kept, and in which order are they asked?
 
     user        diskcache in the cache directory, one entry an identity; written by qla-tune
-    directory   the JSON files in the directories of QLA_JIT_DB_PATH; only read
+    directory   the JSON files in the directories of QLA_JIT_DB_PATH, then those in `records/` of the bundles; only read
     shipped     the JSON files in qla_jit.tuning_db; only read
 
 Trouble with a layer is never an error for a lookup: one warning, and the next layer answers.
@@ -24,7 +24,7 @@ import diskcache
 from diskcache.core import DBNAME, MODE_RAW
 
 from . import tuning_db
-from .cache_dir import refusal, writable_cache_dir
+from .cache_dir import bundle_dirs, refusal, writable_cache_dir
 from .errors import RecordError
 from .settings import settings
 from .tuning_records import Identity, Preference, Record, file_name, load, merge
@@ -217,7 +217,8 @@ def _json_directories() -> list[tuple[Layer, Path]]:
     for _, path in configured:
         if not path.is_dir():
             _warn_once(f"QLA_JIT_DB_PATH names {path}, which is not a directory that can be read")
-    return [*configured, ("shipped", Path(tuning_db.__path__[0]))]
+    bundled: list[tuple[Layer, Path]] = [("directory", bundle / "records") for bundle in bundle_dirs()]
+    return [*configured, *bundled, ("shipped", Path(tuning_db.__path__[0]))]
 
 
 def _records_of(path: Path) -> tuple[Record, ...]:

@@ -25,6 +25,7 @@ class Settings:
     mode: Mode
     cache_dir: Path | None               # None: the user's cache directory
     bundle_path: tuple[Path, ...]
+    bundle_keys: tuple[Path, ...]
     db_path: tuple[Path, ...]
     capture: Path | None                 # None: nothing is counted
     jobs: int
@@ -83,7 +84,7 @@ def _mode(text: str) -> str:
     return text
 
 
-def _directory(text: str) -> Path:
+def _absolute_path(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_absolute():
         # A relative path would mean another cache after each change of directory.
@@ -91,9 +92,9 @@ def _directory(text: str) -> Path:
     return path
 
 
-def _directories(text: str) -> tuple[Path, ...]:
+def _absolute_paths(text: str) -> tuple[Path, ...]:
     try:
-        return tuple(_directory(part) for part in text.split(os.pathsep) if part)
+        return tuple(_absolute_path(part) for part in text.split(os.pathsep) if part)
     except ValueError:
         raise ValueError(f"absolute paths separated by {os.pathsep!r}") from None
 
@@ -123,23 +124,29 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "QLA_JIT_CACHE_DIR", "cache_dir",
         "Where compiled kernels and tuned records are kept.",
-        "the user's cache directory (`$XDG_CACHE_HOME/qla_jit` or `~/.cache/qla_jit`)", _directory, lambda: None,
+        "the user's cache directory (`$XDG_CACHE_HOME/qla_jit` or `~/.cache/qla_jit`)", _absolute_path, lambda: None,
     ),
     Variable(
         "QLA_JIT_BUNDLE_PATH", "bundle_path",
-        "Directories of prebuilt kernels (`qla-tune build`) to read, never written, separated like PATH; asked after the cache.",
-        "none", _directories, lambda: (),
+        "Directories of prebuilt kernels (`qla-tune build`) and their records to read, never written, separated like PATH; "
+        "asked after the cache.",
+        "none", _absolute_paths, lambda: (),
+    ),
+    Variable(
+        "QLA_JIT_BUNDLE_KEYS", "bundle_keys",
+        "PEM files of ed25519 public keys, separated like PATH: `qla-tune install` takes only bundles that one of them signed.",
+        "none", _absolute_paths, lambda: (),
     ),
     Variable(
         "QLA_JIT_DB_PATH", "db_path",
         "Directories of tuned records to read, never written, separated like PATH; the first one that answers wins.",
-        "none", _directories, lambda: (),
+        "none", _absolute_paths, lambda: (),
     ),
     Variable(
         "QLA_JIT_CAPTURE", "capture",
         "A directory in which each process counts the shapes and gates of its calls on a GPU, as a workload for "
         "`qla-tune tune --workload`.",
-        "none", _directory, lambda: None,
+        "none", _absolute_path, lambda: None,
     ),
     Variable(
         "QLA_JIT_JOBS", "jobs",

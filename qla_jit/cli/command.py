@@ -9,14 +9,14 @@ from typing import Any
 
 import typer
 
-from ..errors import InputError, QLAError, RecordError, UnsupportedError, VerificationError
+from ..errors import BundleError, InputError, QLAError, RecordError, UnsupportedError, VerificationError
 
 
 class ExitCode(enum.IntEnum):
     OK = 0
     USAGE = 2                            # also what typer exits with
     PARTIAL = 3                          # a problem has no complete record, or a kernel was not built
-    VERIFICATION = 4
+    VERIFICATION = 4                     # also of bytes: a kernel or a bundle is damaged
     ENVIRONMENT = 5
     DATABASE = 6
     REGRESSION = 7
@@ -33,6 +33,7 @@ ERROR_CODES: tuple[tuple[type[QLAError], ExitCode], ...] = (
     (NoSuchRecordError, ExitCode.MISSING),
     (RecordError, ExitCode.DATABASE),
     (VerificationError, ExitCode.VERIFICATION),
+    (BundleError, ExitCode.VERIFICATION),
     (InputError, ExitCode.USAGE),
     (UnsupportedError, ExitCode.USAGE),
     (QLAError, ExitCode.ENVIRONMENT),
@@ -41,12 +42,12 @@ ERROR_CODES: tuple[tuple[type[QLAError], ExitCode], ...] = (
 app = typer.Typer(
     name="qla-tune", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Tune the kernels of qla_jit, look at, check and move what was tuned, and build kernels ahead. Exit codes: 0 ok, "
-    "2 usage, 3 partial, 4 verification failed, 5 environment unsuitable, 6 database invalid, 7 regression, "
+    "2 usage, 3 partial, 4 verification failed or damaged, 5 environment unsuitable, 6 database invalid, 7 regression, "
     "8 required record missing, 130 interrupted.",
 )
 
 
-def verb(function: Callable[..., ExitCode]) -> Callable[..., None]:
+def verb(function: Callable[..., ExitCode], group: typer.Typer = app) -> Callable[..., None]:
     """Make a function that returns its exit code a command."""
 
     @functools.wraps(function)
@@ -61,4 +62,4 @@ def verb(function: Callable[..., ExitCode]) -> Callable[..., None]:
             code = next(code for kind, code in ERROR_CODES if isinstance(error, kind))
         raise typer.Exit(code)
 
-    return app.command(function.__name__.rstrip("_"))(run)
+    return group.command(function.__name__.rstrip("_"))(run)

@@ -1,20 +1,23 @@
-"""The verbs for those who ship kernels: build, doctor."""
+"""The verbs for those who ship kernels: build, pack, install, doctor."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .. import bundle, enumeration, record_store
+from .. import bundle, bundle_file, enumeration, record_store
+from ..bundle_file import BundleManifest
 from ..doctor import examine
 from ..enumeration import Variants
 from ..errors import InputError
 from ..kernel_templates.arch import ARCHES
 from ..models import ModelShape
 from ..ops.inputs import GPU_DTYPES, INDEX_DTYPES, KERNEL_DTYPES
+from ..settings import settings
 from ..tune.session import Event
 from ..tuning_records import Hardware
 from .command import ExitCode, verb
@@ -80,10 +83,11 @@ def build(
         allow_neg_eigval=neg_eigval,
     )
     gpus = _gpus_with_records(arch, sm_count, l2_mib)
+    shapes = [ModelShape(*of_heads, *of_dims) for of_heads, of_dims in shapes_of(heads, dims, models_, tp)]
     needed = {
-        f"{H}:{HV} {K}:{V}": enumeration.kernels(ModelShape(H, HV, K, V), variants, ARCHES[arch], gpus)
-        for (H, HV), (K, V) in shapes_of(heads, dims, models_, tp)
+        f"{shape.H}:{shape.HV} {shape.K}:{shape.V}": enumeration.kernels(shape, variants, ARCHES[arch], gpus) for shape in shapes
     }
+    records = [record for shape in shapes for record in bundle.records_of(shape, variants, gpus)]
     results = {}
     with progress() as on_event:
         for problem, requests in needed.items():
@@ -92,18 +96,68 @@ def build(
                 on_event(Event("compile", problem, f"{done} of {total} kernels", done, total))
 
             results[problem] = bundle.build(requests, out, on_kernel=on_kernel)
+    bundle.add_records(records, out)
     if as_json:
         rows = [{"problem": problem, **dataclasses.asdict(built)} for problem, built in results.items()]
-        print_json({"directory": str(out.absolute()), "problems": rows})
+        print_json({"directory": str(out.absolute()), "problems": rows, "records": len(records)})
     else:
         print_table(
             ("problem", "kernels", "bytes", "seconds"),
             [(problem, built.kernels, built.bytes, f"{built.seconds:.1f}") for problem, built in results.items()],
         )
+        typer.echo(f"{len(records)} tuned records for such calls are in the bundle")
     failures = [failure for built in results.values() for failure in built.failures]
     for failure in failures:
         typer.echo(f"not built: {failure}", err=True)
     return ExitCode.PARTIAL if failures else ExitCode.OK
+
+
+@verb
+def pack(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What was --out of qla-tune build.")],
+    out: Annotated[Path, typer.Option("--out", help="The file, as in qla_jit-sm_90a.tar.gz.")],
+    signing_key: Annotated[
+        Path | None, typer.Option("--sign", help="A PEM file with an ed25519 private key without a passphrase.")
+    ] = None,
+    as_json: AsJson = False,
+) -> ExitCode:
+    """Make one file of a bundle, always the same for the same bundle, with sums of everything in it."""
+    packed = bundle_file.pack(directory, out, signing_key=signing_key)
+    told = _described(packed.manifest) | {
+        "file": str(out.absolute()),
+        "bytes": packed.stamp.size,
+        "sha256": packed.stamp.sha256,
+        "signed": packed.signed,
+    }
+    _print_facts(told, as_json)
+    return ExitCode.OK
+
+
+@verb
+def install(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What was --out of qla-tune pack.")],
+    into: Annotated[Path, typer.Option("--into", help="A new directory, to be named by QLA_JIT_BUNDLE_PATH.")],
+    public_keys: Annotated[
+        list[Path] | None,
+        typer.Option("--public-key", help="PEM file of an ed25519 public key; instead of QLA_JIT_BUNDLE_KEYS; repeatable."),
+    ] = None,
+    allow_unsigned: Annotated[
+        bool, typer.Option("--allow-unsigned", help="Take native code that no key vouches for.")
+    ] = False,
+    as_json: AsJson = False,
+) -> ExitCode:
+    """Check a file that pack made, and put what it holds into a directory: all of it, or nothing."""
+    installed = bundle_file.install(
+        file, into, public_keys=public_keys or settings().bundle_keys, allow_unsigned=allow_unsigned
+    )
+    told = _described(installed.manifest) | {
+        "directory": str(into.absolute()),
+        "usable": installed.usable,
+        "signed": installed.signed,
+        "was_there": installed.was_there,
+    }
+    _print_facts(told, as_json)
+    return ExitCode.OK
 
 
 @verb
@@ -115,6 +169,19 @@ def doctor(as_json: AsJson = False) -> ExitCode:
     else:
         print_table(("check", "", "found", "what to do"), [(f.check, f.status, f.found, f.advice) for f in findings])
     return ExitCode.ENVIRONMENT if any(finding.status == "failed" for finding in findings) else ExitCode.OK
+
+
+def _described(manifest: BundleManifest) -> dict[str, Any]:
+    versions = {name: value for name, value in manifest.model_dump().items() if name not in ("format", "files")}
+    return versions | {"kernels": manifest.kernels, "record_files": manifest.record_files}
+
+
+def _print_facts(facts: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(facts)
+        return
+    for name, value in facts.items():
+        typer.echo(f"{name}: {', '.join(value) if isinstance(value, list) else value}")
 
 
 def _gpus_with_records(arch: str, sm_count: int, l2_mib: int | None) -> set[Hardware]:

@@ -53,15 +53,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")
 
 
 def parse_seconds(text: str) -> float:
-    """"90s", "10m", "1h30m", "600".
+    """"90s", "10m", "1h30m", "30d", "600".
 
     Raises:
         InputError: it is none of these, or nothing.
     """
-    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text.strip(), re.ASCII)
-    seconds = 0 if match is None else sum(int(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1), strict=True))
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text.strip(), re.ASCII)
+    parts = () if match is None else zip(match.groups(), (86400, 3600, 60, 1), strict=True)
+    seconds = sum(int(part or 0) * unit for part, unit in parts)
     if seconds <= 0:
-        raise InputError(f"a time must be as in 90s, 10m or 1h30m; got {text!r}")
+        raise InputError(f"a time must be as in 90s, 10m, 1h30m or 30d; got {text!r}")
     return float(seconds)
 
 

@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..ops.plan import STRATEGIES
 from ..select import Considered, Dispatch
+from ..templates import template_sources
 from ..tune.session import Event
-from ..tuning_records import Candidate, Entry, Problem, Record, Versions
-from ..workload import facts_of
+from ..tuning_records import Candidate, Entry, Record, Versions
 
 
 def print_json(data: Any) -> None:
@@ -116,21 +114,12 @@ def label(candidate: Candidate, default: Candidate | None = None) -> str:
 
 def stale(record: Record) -> tuple[str, ...]:
     """In what the software has changed since the record, as far as it is known without building anything."""
-    return record.provenance.differences(_versions(), _template_hashes())
+    return record.provenance.differences(_versions(), template_sources())
 
 
 @functools.cache
 def _versions() -> Versions:
     return Versions.here()
-
-
-@functools.cache
-def _template_hashes() -> dict[str, str]:
-    """Of the templates of every strategy, by name."""
-    problem = Problem(H=1, HV=1, K=128, V=128, dtype="bfloat16", chunk_size=64, varlen=False)
-    facts = facts_of(problem, torch.device("cuda"))
-    steps = [step for strategy in STRATEGIES.values() for step in strategy.steps(facts).values()]
-    return {step.template.name: step.template.source_sha256() for step in steps}
 
 
 def describe_dispatch(dispatch: Dispatch) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,22 +44,6 @@ def places(tmp_path, monkeypatch):
     select._told.clear()
     yield tmp_path
     record_store._open.cache_clear()
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run qla-tune; its exit code and what it prints, decoded where it is asked for JSON."""
-
-    def run(*words, code=0):
-        monkeypatch.setattr(sys, "argv", ["qla-tune", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert ended.value.code == code, err
-        return json.loads(out) if "--json" in words and code not in (2, 5, 6, 8) else out + err
-
-    return run
 
 
 def kept():
@@ -432,12 +415,17 @@ def test_build_tells_what_did_not_compile_and_exits_with_3(run, bundles, places)
     assert told["problems"][0]["failures"] == list(bundles.failures)
 
 
+def options_of(command):
+    """Of a verb, or of all in a group."""
+    names = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return names.union(*map(options_of, getattr(command, "commands", {}).values()))
+
+
 def test_the_page_for_operators_is_right_about_the_options_and_the_kernels_that_they_make(run, bundles, places):
     page = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text()
-    parameters = typer.main.get_command(cli.app).commands["build"].params
-    options = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page)) - {"--from"}     # which is the container recipe's
-    assert named <= options
+    options = options_of(typer.main.get_command(cli.app))
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page))
+    assert named - {"--from", "--read-only", "--user"} <= options        # which are those of containers
     counts = [int(count) for count in re.search(r"default\nis (\d+) kernels\..* is (\d+)\.", page).groups()]
     build = ["build", *GPU_OPTIONS, "--model", "qwen3.5-27b", "--tp", "2", "--out", places / "out"]
     run(*build)
@@ -510,16 +498,24 @@ def test_doctor_warns_of_versions_that_were_not_tested(monkeypatch, version, sta
     assert doctor._versions("versions").status == status
 
 
+def commands():
+    """The verbs by name, those of a group as in "cache ls"."""
+    named = {command.name: command for command in cli.app.registered_commands}
+    for group in cli.app.registered_groups:
+        named |= {f"{group.name} {command.name}": command for command in group.typer_instance.registered_commands}
+    return named
+
+
 def test_every_verb_can_print_json():
-    for command in cli.app.registered_commands:
-        assert "as_json" in command.callback.__wrapped__.__annotations__, command.name
+    for name, command in commands().items():
+        assert "as_json" in command.callback.__wrapped__.__annotations__, name
 
 
 def test_the_documentation_has_every_verb_and_exit_code():
     page = (Path(__file__).resolve().parents[2] / "docs" / "tuning.md").read_text()
     rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
-    documented = [name for row in rows if row.startswith("`") for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(documented) == sorted(command.name for command in cli.app.registered_commands)
+    documented = [name for row in rows if row.startswith("`") for name in re.findall(r"`([\w ]+)`", row)]
+    assert sorted(documented) == sorted(commands())
     assert [int(row) for row in rows if row.isdigit()] == list(cli.ExitCode)
 
 

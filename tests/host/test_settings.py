@@ -22,7 +22,8 @@ def _clean_environment(monkeypatch):
 
 def test_defaults():
     assert settings() == Settings(
-        mode="lookup", cache_dir=None, bundle_path=(), db_path=(), capture=None, jobs=available_cpus(), compile_timeout=600.0
+        mode="lookup", cache_dir=None, bundle_path=(), bundle_keys=(), db_path=(), capture=None, jobs=available_cpus(),
+        compile_timeout=600.0,
     )
 
 

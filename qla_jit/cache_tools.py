@@ -1,0 +1,149 @@
+"""What is in a cache or a bundle, is it whole, and what of it may go?
+
+All of it while others read: an entry leaves by a rename, so that a reader has loaded it, and keeps it, or misses it. What is
+removed is first moved to `staging/`; what a process left there when it was killed goes with the next gc().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import kernel_cache, kernel_store
+from .errors import EnvironmentUnsuitable
+from .kernel_store import MANIFEST, KernelKey, Manifest
+
+STAGING_SECONDS = 3600.0                 # publishing takes seconds; what is in staging/ for longer, nobody will come back for
+
+SECTIONS = ("kernels", "records", "logs", "quarantine", "staging")
+
+
+@dataclass(frozen=True)
+class CachedKernel:
+    """An entry of a cache or a bundle, as its manifest describes it."""
+
+    path: Path
+    key: KernelKey | None                # None: the manifest cannot be read
+    bytes: int
+    age_seconds: float                   # since it was stored; when it was last used is not known
+
+    @property
+    def usable(self) -> bool:
+        """Whether this version of qla_jit may ask for it."""
+        return self.key is not None and kernel_cache.may_be_asked_for(self.key)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a part of a cache or a bundle takes."""
+
+    section: str
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What went, or would go."""
+
+    path: Path
+    bytes: int
+
+
+def kernels_in(directory: Path) -> list[CachedKernel]:
+    """The entries of a cache or a bundle. The files are not checked; verify() does that."""
+    found = []
+    for path in kernel_store.entries_in(directory):
+        with contextlib.suppress(FileNotFoundError):                     # another process removed it
+            found.append(CachedKernel(path, _key(path), _size(path), time.time() - path.stat().st_mtime))
+    return found
+
+
+def usage(directory: Path) -> list[Usage]:
+    """How many files and bytes each part of a cache or a bundle has."""
+    used = []
+    for section in SECTIONS:
+        sizes = list(_sizes(directory / section))
+        used.append(Usage(section, len(sizes), sum(sizes)))
+    return used
+
+
+def damage(entry: Path) -> str | None:
+    """In what an entry is not what was stored; None if it is whole, or another process has removed it."""
+    try:
+        kernel_store.verified(entry)
+    except (OSError, ValueError) as error:
+        return str(error) if entry.exists() else None
+    return None
+
+
+def remove(kernels: Iterable[CachedKernel], directory: Path) -> list[Removed]:
+    """Remove entries from a cache or a bundle; those that another process removed first are not in the answer.
+
+    Raises:
+        EnvironmentUnsuitable: the directory cannot be written.
+    """
+    removed = []
+    try:
+        for kernel in kernels:
+            if _take_out(kernel.path, directory):
+                removed.append(Removed(kernel.path, kernel.bytes))
+    except OSError as error:
+        raise EnvironmentUnsuitable(f"{directory} cannot be changed: {error.strerror} at {error.filename}") from None
+    return removed
+
+
+def leftovers(directory: Path) -> list[Removed]:
+    """What nobody will ask for: quarantined entries, and staging directories of processes that were killed."""
+    abandoned = time.time() - STAGING_SECONDS
+    found = []
+    for section in ("quarantine", "staging"):
+        for path in sorted(directory.glob(f"{section}/*")):
+            with contextlib.suppress(FileNotFoundError):                 # its owner has just published or removed it
+                if section == "quarantine" or path.stat().st_mtime < abandoned:
+                    found.append(Removed(path, _size(path)))
+    return found
+
+
+def gc(directory: Path) -> list[Removed]:
+    """Remove the leftovers; what could not be removed is not in the answer."""
+    found = leftovers(directory)
+    for leftover in found:
+        shutil.rmtree(leftover.path, ignore_errors=True)
+    return [leftover for leftover in found if not leftover.path.exists()]
+
+
+def _take_out(entry: Path, directory: Path) -> bool:
+    staging = directory / "staging"
+    staging.mkdir(mode=0o700, exist_ok=True)
+    place = staging / f"removed-{uuid.uuid4().hex[:16]}"
+    try:
+        entry.rename(place)
+    except FileNotFoundError:
+        return False
+    shutil.rmtree(place, ignore_errors=True)
+    return True
+
+
+def _key(entry: Path) -> KernelKey | None:
+    try:
+        return Manifest.model_validate_json((entry / MANIFEST).read_bytes()).key
+    except (OSError, ValueError):
+        return None
+
+
+def _size(path: Path) -> int:
+    return sum(_sizes(path))
+
+
+def _sizes(path: Path) -> Iterable[int]:
+    """Of the files below a directory, as far as they are still there."""
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if file.is_file():
+                yield file.stat().st_size
