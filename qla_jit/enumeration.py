@@ -1,6 +1,6 @@
 """Which kernels will the calls of a layer need, whatever their sizes? Known before there is a call, and without a GPU.
 
-What pipeline.kernels_for() asks for is among them, for every call that a Variants describes.
+What pipeline.kernels_for() and backward.kernels_for() ask for is among them, for every call that a Variants describes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Variants:
     dt_bias: bool = True                                 # whether there is one, where use_gate_in_kernel
     use_beta_sigmoid_in_kernel: bool = False
     allow_neg_eigval: bool = False
+    backward: bool = False                               # whether calls are differentiated; those without are served too
 
     def __post_init__(self) -> None:
         dtypes = {"dtype": KERNEL_DTYPES, "state_dtype": GPU_DTYPES, "g_dtype": GPU_DTYPES, "beta_dtype": GPU_DTYPES}
@@ -99,11 +100,13 @@ def kernels(shape: ModelShape, variants: Variants, arch: Arch, gpus: Collection[
 
     Raises:
         InputError: the value heads cannot share the key heads evenly.
-        UnsupportedError: no strategy serves the calls.
+        UnsupportedError: no strategy serves the calls, or no kernels their gradients.
     """
     requests: dict[CompileRequest, None] = {}
     for facts in variants.calls(shape):
         requests.update(dict.fromkeys(select.requests_for_any_size(facts, arch)))
+        if variants.backward:
+            requests.update(dict.fromkeys(select.backward_requests(facts, arch).values()))
         for hardware in gpus:
             requests.update(dict.fromkeys(select.requests_of_records(facts, arch, hardware)))
     return list(requests)

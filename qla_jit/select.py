@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 from . import record_store
 from .compiler import CompileRequest
-from .errors import InvalidConfigError
+from .errors import InvalidConfigError, UnsupportedError
 from .interpolation import delaunay_weights
 from .kernel_templates.arch import Arch
 from .kernel_templates.contract import Rejection
 from .ops.inputs import CallFacts, CallInputs
-from .ops.plan import Extents, Step, Strategy, strategies_for
+from .ops.plan import BACKWARD, Extents, Step, Strategy, strategies_for
 from .record_store import Stored
 from .tuning_records import FORWARD, Candidate, Entry, Hardware, Identity, Problem, Record, Rigor, Versions
 
@@ -169,6 +169,22 @@ def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> lis
                 requests = _requests(usable[candidate.strategy], facts, arch, knobs=candidate.configs)
                 found.update(dict.fromkeys(requests.values()))
     return list(found)
+
+
+def backward_requests(facts: CallFacts, arch: Arch) -> dict[str, CompileRequest]:
+    """The kernels of the gradients by step, in launch order; for all sizes, with the configs in force or the defaults.
+
+    Raises:
+        UnsupportedError: a template does not cover the call, and its gradients come from the reference.
+        InvalidConfigError: a config in force cannot serve the call; carries the template's reason.
+    """
+    rejection = BACKWARD.rejection(facts, arch)
+    if rejection is not None:
+        raise UnsupportedError(
+            f"no kernels cover the gradients of this call on {arch.name}: {rejection}; "
+            "where a call needs them, they come from the reference implementation"
+        )
+    return _requests(BACKWARD, facts, arch, knobs={}, configs=dict(_override.configs))
 
 
 def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None) -> Iterator[Considered]:

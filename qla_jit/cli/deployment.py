@@ -58,6 +58,7 @@ def build(
     dt_bias: Annotated[bool, typer.Option("--dt-bias/--no-dt-bias", help="With --gate-in-kernel.")] = True,
     beta_sigmoid: Annotated[bool, typer.Option("--beta-sigmoid", help="Only calls whose beta holds logits.")] = False,
     neg_eigval: Annotated[bool, typer.Option("--neg-eigval", help="With --beta-sigmoid: allow_neg_eigval.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Also for calls that need gradients.")] = False,
     as_json: AsJson = False,
 ) -> ExitCode:
     """Compile what calls on a GPU that need not be here will ask for, into a directory that is shipped with the model."""
@@ -81,6 +82,7 @@ def build(
         dt_bias=dt_bias,
         use_beta_sigmoid_in_kernel=beta_sigmoid,
         allow_neg_eigval=neg_eigval,
+        backward=backward,
     )
     gpus = _gpus_with_records(arch, sm_count, l2_mib)
     shapes = [ModelShape(*of_heads, *of_dims) for of_heads, of_dims in shapes_of(heads, dims, models_, tp)]

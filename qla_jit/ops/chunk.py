@@ -43,8 +43,12 @@ def chunk_gated_delta_rule(
     written there with the same share, and o_t = scale S^T q_t (docs/maths.md). The signature is that of
     flash-linear-attention, keyword for keyword.
 
-    CUDA tensors go to the kernels, which the first call compiles. CPU tensors, and CUDA tensors that need gradients, go to
-    the reference in PyTorch. Nothing waits for the GPU, except that the reference reads cu_seqlens.
+    CUDA tensors go to the kernels, which the first call compiles, with those of the gradients if one is needed. CPU tensors
+    go to the reference in PyTorch, and so do calls on a GPU that need gradients which no kernel there covers. Nothing
+    waits for the GPU, except that the reference reads cu_seqlens.
+
+    Gradients are those of q, k, v, g, beta, initial_state, A_log and dt_bias, each in its input's dtype and once
+    differentiable. For the backward only the inputs are kept.
 
     Args:
         q, k: [B, T, H, K]; fp16 or bf16, on the CPU also fp32 and fp64. k is expected to have norm 1 along K.
@@ -105,12 +109,7 @@ def chunk_gated_delta_rule(
         auto_cp=auto_cp,
         head_first=head_first,
     )
-    if inputs.requires_grad:
-        if inputs.q.is_cuda:
-            _warn_slow_gradients()
-        result = fallback.forward(inputs)
-    else:
-        result = _forward(inputs)
+    result = _differentiable_forward(inputs) if inputs.requires_grad else _forward(inputs)
     return result.o, result.final_state
 
 
@@ -195,12 +194,12 @@ def chunk_gated_delta_rule_bwd(
 ) -> Gradients:
     """Gradients of chunk_gated_delta_rule_fwd, for a caller's own autograd.Function.
 
-    They come from the reference under autograd, on any device: right, but slow, and with every chunk's state in memory.
+    Where no kernel covers them, and on the CPU, they come from the reference under autograd: right, but slow.
 
     Args:
         q, k, v, g, beta, scale, initial_state and the flags: as given to the forward. g is the gate itself, where FLA and
             FlashQLA take its cumulated sum; q, k, g and beta are those before l2norm, gate and sigmoid.
-        A, g_sum: what the forward saved, or None. The reference computes them anew.
+        A, g_sum: accepted for compatibility, and not read: they are computed anew.
         do: [B, T, HV, V], gradient of o.
         dht: gradient of the final state, in its shape; None means zeros.
 
@@ -237,7 +236,24 @@ def chunk_gated_delta_rule_bwd(
         shape, axes = state_shape(inputs.N, facts.HV, facts.K, facts.V, state_v_first)
         check_tensor("dht", dht, shape, axes, "as the final state", CPU_DTYPES, facts.device)
 
+    if inputs.q.is_cuda:
+        from . import backward
+
+        if inputs.B * inputs.T == 0 or backward.kernels_for(facts) is not None:
+            return backward.backward(inputs, do, dht)
+        _warn_slow_gradients()
     return fallback.backward(inputs, do, dht)
+
+
+def _differentiable_forward(inputs: CallInputs) -> ForwardResult:
+    """The call where autograd will ask for gradients. Both directions go the same way, which is decided here."""
+    if inputs.q.is_cuda:
+        from . import autograd
+
+        if autograd.covers(inputs):
+            return autograd.differentiable_forward(inputs)
+        _warn_slow_gradients()
+    return fallback.forward(inputs)
 
 
 def _forward(inputs: CallInputs) -> ForwardResult:
@@ -252,7 +268,7 @@ def _forward(inputs: CallInputs) -> ForwardResult:
 @functools.cache                                 # once per process
 def _warn_slow_gradients() -> None:
     warnings.warn(
-        "gradients of chunk_gated_delta_rule on a GPU come from the PyTorch reference, which is much slower than the kernels; "
-        "for inference, call it under torch.no_grad()",
-        stacklevel=3,
+        "no kernel covers the gradients of this call of chunk_gated_delta_rule on this GPU; they come from the PyTorch "
+        "reference, which is much slower; for inference, call it under torch.no_grad()",
+        stacklevel=4,
     )

@@ -39,15 +39,16 @@ def kernels_for(inputs: CallInputs) -> Kernels:
     key = (facts, select.override_in_force(), extents)
     kernels = _ready.get(key)
     if kernels is None:
-        dispatch, needed = choice_for(facts, extents)
+        dispatch, needed = choice_for(inputs)
         loaded = kernel_cache.get(needed)[: len(dispatch.requests)]
         entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
         kernels = _ready[key] = Kernels(dispatch.strategy, entries, dispatch.split)
     return kernels
 
 
-def choice_for(facts: CallFacts, extents: Extents) -> tuple[select.Dispatch, list[CompileRequest]]:
+def choice_for(inputs: CallInputs) -> tuple[select.Dispatch, list[CompileRequest]]:
     """How a call is computed, and the kernels to have ready at its first time, those of the call itself first."""
+    facts, extents = inputs.facts, select.bucket(select.extents_of(inputs))
     gpu = gpu_info(facts.device)
     dispatch = select.choose(facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
     needed = list(dispatch.requests.values())

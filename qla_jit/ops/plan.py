@@ -11,14 +11,17 @@ import torch
 
 from ..errors import UnsupportedError
 from ..kernel_templates import (
+    chunk_gradients,
     chunk_inverse,
     chunk_output,
     gate_cumsum,
     l2norm,
+    l2norm_backward,
     register_state_forward,
     segment_plan,
     segment_scan,
     segment_states,
+    state_gradient_scan,
     state_scan,
     triangular_solve,
 )
@@ -33,6 +36,9 @@ VALUE_DIMS = (64, 96, 128, 192, 256, 512)
 # Of memory for what segments do to the state, at most. Every sequence has a place for it, so thousands of short ones beside
 # a long one would take more than the chunk states of the baseline do.
 TRANSFER_BYTES = 2**30
+
+# The backward divides by beta, whose exponent is at least this: v_new is about beta large, and must not be a denormal number.
+BETA_FLOORS = {torch.bfloat16: -24, torch.float16: -14}
 
 _NAMES = {
     torch.float16: "float16",
@@ -67,7 +73,10 @@ def whole_sequences(facts: CallFacts, extents: Extents, sm_count: int) -> tuple[
 
 @dataclass(frozen=True)
 class Strategy:
-    """A named composition of templates that computes the whole forward; pipeline.py launches it under the same name."""
+    """A named composition of templates that computes a whole forward, or all gradients of one.
+
+    pipeline.py launches those of the forward under their names, backward.py the one of the backward.
+    """
 
     name: str
     rejection: Callable[[CallFacts, Arch], Rejection | None]     # why it cannot serve a call, or None
@@ -120,6 +129,34 @@ def chunked_steps(facts: CallFacts) -> dict[str, Step]:
         "state_scan": Step(state_scan.TEMPLATE, scan),
         "chunk_output": Step(chunk_output.TEMPLATE, chunk_output.Problem(**keys, V=facts.V)),
     }
+
+
+def backward_steps(facts: CallFacts) -> dict[str, Step]:
+    """The states again as in `chunked`, their gradients from chunk to chunk, then the gradients of each chunk for itself.
+
+    The final state has a gradient if facts.output_final_state, and the initial state gets one if it is there.
+    """
+    keys = key_side(facts)
+    dims = keys | dict(V=facts.V)
+    steps = chunked_steps(facts)
+    gates, scan = steps["gate_cumsum"].problem, steps["state_scan"].problem
+    gradient_scan = state_gradient_scan.Problem(
+        **dims,
+        has_final_state_gradient=facts.output_final_state,
+        has_initial_state=facts.has_initial_state,
+        state_v_first=facts.state_v_first,
+    )
+    steps = unit_row_steps(facts) | {
+        "gate_cumsum": Step(gate_cumsum.TEMPLATE, dataclasses.replace(gates, beta_floor=BETA_FLOORS[facts.dtype])),
+        "triangular_solve": steps["triangular_solve"],
+        "state_scan": Step(state_scan.TEMPLATE, dataclasses.replace(scan, has_final_state=False)),
+        "state_gradient_scan": Step(state_gradient_scan.TEMPLATE, gradient_scan),
+        "chunk_gradients": Step(chunk_gradients.TEMPLATE, chunk_gradients.Problem(**dims)),
+    }
+    if facts.use_qk_l2norm_in_kernel:
+        problem = l2norm_backward.Problem(K=facts.K, dtype=_NAMES[facts.dtype])
+        steps["l2norm_backward"] = Step(l2norm_backward.TEMPLATE, problem)
+    return steps
 
 
 def fused_steps(facts: CallFacts) -> dict[str, Step]:
@@ -227,3 +264,6 @@ STRATEGIES = {
         Strategy("split", templates_cover(split_steps), split_steps, segment_lengths, split_pays),
     )
 }
+
+# Where it serves a call, gradients come from its kernels whatever strategy computes the outputs.
+BACKWARD = Strategy("backward", templates_cover(backward_steps), backward_steps)

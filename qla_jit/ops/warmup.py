@@ -36,6 +36,7 @@ def warmup(
     dt_bias: bool = True,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    backward: bool = False,
 ) -> int:
     """Load every kernel that calls of a layer will need on this GPU, whatever their sizes, and compile those that no cache has.
 
@@ -54,6 +55,7 @@ def warmup(
         dt_bias: whether there is one, where use_gate_in_kernel.
         chunk_size, g_dtype, beta_dtype, state_v_first, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in
             the calls.
+        backward: True covers the gradients too, of calls that need them.
 
     Returns:
         The number of kernels that are ready.
@@ -61,7 +63,7 @@ def warmup(
     Raises:
         InputError, DtypeError, DeviceError: no call can be like this, or not exactly one of model and heads is given.
         EnvironmentUnsuitable: there is no GPU, or no nvcc for what must be compiled.
-        UnsupportedError: no kernel serves such calls on this GPU.
+        UnsupportedError: no kernel serves such calls, or their gradients, on this GPU.
         KernelNotCachedError: kernels are missing and QLA_JIT_MODE is require.
         CompileError: a kernel does not build.
     """
@@ -86,6 +88,7 @@ def warmup(
         dt_bias=dt_bias,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
+        backward=backward,
     )
     if gpu_count() == 0:
         raise EnvironmentUnsuitable(

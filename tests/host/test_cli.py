@@ -384,6 +384,7 @@ def test_build_compiles_the_kernels_of_a_model_and_shows_a_table(run, bundles, p
          Variants(use_gate_in_kernel=True, dt_bias=False, g_dtype=torch.bfloat16)),
         (("--beta-sigmoid", "--neg-eigval", "--beta-dtype", "float16"),
          Variants(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, beta_dtype=torch.float16)),
+        (("--backward",), Variants(backward=True)),
         (("--no-l2norm", "--dtype", "float16", "--chunk-size", 32),
          Variants(use_qk_l2norm_in_kernel=False, dtype=torch.float16, chunk_size=32)),
     ],

@@ -66,6 +66,15 @@ def test_kernels_with_l2norm_include_those_without():
     assert {request.template.name for request in with_l2norm - without} == {"l2norm"}
 
 
+def test_kernels_with_gradients_include_those_without():
+    both, forward = (set(enumeration.kernels(SHAPE, Variants(backward=flag), records.ARCH, [])) for flag in (True, False))
+    assert forward < both
+    new = {request.template.name for request in both - forward}
+    assert new == {
+        "gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan", "chunk_gradients", "l2norm_backward"
+    }
+
+
 @pytest.mark.parametrize("heads", [(3, 8), (0, 8), (2, 0)], ids=str)
 def test_heads_that_cannot_be_shared_are_refused(heads):
     with pytest.raises(InputError, match=f"got {heads[0]}:{heads[1]}"):

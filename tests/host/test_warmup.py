@@ -18,7 +18,7 @@ from qla_jit.device import GpuInfo
 from qla_jit.enumeration import Variants
 from qla_jit.errors import DeviceError, DtypeError, EnvironmentUnsuitable, InputError, KernelNotCachedError, UnsupportedError
 from qla_jit.models import ModelShape, model, models
-from qla_jit.ops import pipeline
+from qla_jit.ops import autograd, backward, pipeline
 from qla_jit.ops import warmup as warmup_module
 from qla_jit.ops.inputs import check_inputs, state_shape
 
@@ -34,7 +34,6 @@ def asked(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
-    monkeypatch.setattr(pipeline, "_ready", {})
     gpu = GpuInfo("NVIDIA H200", records.ARCH, H200.sm_count, H200.l2_bytes)
     requests = []
 
@@ -42,7 +41,9 @@ def asked(tmp_path, monkeypatch):
         requests.append(set(batch))
         return [SimpleNamespace(launch=request) for request in batch]
 
-    for module in (pipeline, warmup_module):
+    for module in (backward, pipeline):
+        monkeypatch.setattr(module, "_ready", {})
+    for module in (backward, pipeline, warmup_module):
         monkeypatch.setattr(module, "gpu_info", lambda device: gpu)
     monkeypatch.setattr(warmup_module, "gpu_count", lambda: 1)
     monkeypatch.setattr(kernel_cache, "get", get)
@@ -108,6 +109,19 @@ def test_calls_with_each_flag_ask_for_nothing_else(asked, flags):
     (ready,) = asked
     for index_dtype in (torch.int32, torch.int64, None):
         strategies_of_calls(ready, asked, ModelShape(H=4, HV=8, K=128, V=128), index_dtype=index_dtype, **flags)
+
+
+@pytest.mark.parametrize("flags", [{}, {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}], ids=["plain", "layer"])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64, None], ids=str)
+@pytest.mark.parametrize("name", ["qwen3.5-27b", "olmo-hybrid", "fla-gated-deltanet"])
+def test_a_training_step_asks_for_nothing_else(asked, name, index_dtype, flags):
+    qla_jit.warmup(model=name, backward=True, **flags)
+    (ready,) = asked
+    for T, with_state, final_state in itertools.product((1, 4096), (False, True), (False, True)):
+        del asked[:]
+        inputs = call(model(name), T, index_dtype=index_dtype, with_state=with_state, final_state=final_state, **flags)
+        assert autograd.covers(inputs)
+        assert all(needed <= ready for needed in asked)
 
 
 def test_what_records_name_is_ready_too(asked):

@@ -1,0 +1,380 @@
+"""The backward's launcher and the maths of its kernels, which are stood in for by what their docstrings say, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import BETAS, GATES, Case, arguments, relative_l2
+
+from qla_jit import kernel_cache, select
+from qla_jit.compiler import CompileRequest
+from qla_jit.device import GpuInfo
+from qla_jit.errors import KernelNotCachedError, UnsupportedError
+from qla_jit.kernel_templates import chunk_gradients
+from qla_jit.kernel_templates.arch import SM90A
+from qla_jit.models import models
+from qla_jit.ops import autograd, backward, fallback, pipeline
+from qla_jit.ops.inputs import CallInputs, check_inputs
+from qla_jit.ops.results import Gradients
+from qla_jit.reference import RESET_GATE, beta_from_logits, gate, l2norm
+
+STEPS = (
+    "l2norm", "gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan", "chunk_gradients", "l2norm_backward"
+)  # fmt: skip
+
+BASE = Case(H=2, HV=4, K=8, V=12, lengths=(70, 16, 1))
+BETA_FLOOR = -40                         # float64 has room for a floor below what the bounds see
+# Gates and their gradients are float32 between the kernels, everything else is float64 here.
+BOUND = 1e-5
+# After a reset of -1e4 a float32 sum of gates leaves later decays of its chunk with errors of 2e-4 (docs/maths.md, Exponents).
+BOUND_RESET = 1e-3
+
+CASES = [
+    *(replace(BASE, gates=gates) for gates in GATES),
+    *(replace(BASE, betas=betas, keys=keys) for betas in BETAS for keys in ("unit", "collinear")),
+    *(replace(BASE, H=1, HV=HV) for HV in (1, 3, 8)),
+    *(replace(BASE, lengths=lengths) for lengths in ((1,), (15,), (33,), (0, 20, 0), (0, 0, 40))),
+    replace(BASE, tail=20),
+    replace(BASE, lengths=(40, 40), packed=False),
+    replace(BASE, initial_state=False),
+    replace(BASE, state_v_first=True),
+    replace(BASE, l2norm=True, keys="zero_rows"),
+    replace(BASE, in_kernel=True),
+    replace(BASE, in_kernel=True, betas="beta2", gate_dtype=torch.bfloat16, state_dtype=torch.bfloat16, l2norm=True),
+]
+
+
+def places(inputs: CallInputs) -> list[list[tuple[int, int, slice]]]:
+    """For each sequence its chunks: (slot, row, tokens)."""
+    C = inputs.facts.chunk_size
+    if not inputs.facts.varlen:
+        chunks = -(-inputs.T // C)
+        return [[(n * chunks + j, n, slice(j * C, min(j * C + C, inputs.T))) for j in range(chunks)] for n in range(inputs.B)]
+    return [
+        [(start // C + n + j, 0, slice(start + j * C, min(start + j * C + C, end))) for j in range(-(-(end - start) // C))]
+        for n, (start, end) in enumerate(pairwise(inputs.cu_seqlens.tolist()))
+    ]
+
+
+class Kernels:
+    """Each kernel of the backward as a plain loop over its chunks and value heads; docs/maths.md has the formulas."""
+
+    def __init__(self, inputs: CallInputs) -> None:
+        facts = self.facts = inputs.facts
+        self.places = places(inputs)
+        self.heads = [(h, h // (facts.HV // facts.H)) for h in range(facts.HV)]
+
+    def chunks(self) -> Iterator[tuple[int, int, slice, int, int]]:
+        for chunks in self.places:
+            for slot, row, tokens in chunks:
+                for h, key_head in self.heads:
+                    yield slot, row, tokens, h, key_head
+
+    def l2norm(self, q, k, eps, q_unit, k_unit):
+        q_unit.copy_(l2norm(q, eps))
+        k_unit.copy_(l2norm(k, eps))
+
+    def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks):
+        if self.facts.use_gate_in_kernel:
+            g = gate(g.float(), A_log, dt_bias)
+        if self.facts.use_beta_sigmoid_in_kernel:
+            beta = beta_from_logits(beta.float(), allow_neg_eigval=self.facts.allow_neg_eigval)
+        beta_chunks.zero_()
+        for slot, row, tokens, h, _ in self.chunks():
+            sums = g[row, tokens, h].float().clamp(min=RESET_GATE).cumsum(0)
+            g_sum[slot, h] = sums[-1]
+            g_sum[slot, h, : len(sums)] = sums
+            beta_chunks[slot, h, : len(sums)] = beta[row, tokens, h].float().clamp(min=2.0**BETA_FLOOR)
+
+    def triangular_solve(self, k, g_sum, beta_chunks, cu_seqlens, A):
+        A.zero_()
+        for slot, row, tokens, h, key_head in self.chunks():
+            n, K = length(tokens), k[row, tokens, key_head]
+            beta = beta_chunks[slot, h, :n].double()
+            L = (beta[:, None] * self.Gamma(g_sum, slot, tokens, h) * (K @ K.T)).tril(-1)
+            A[slot, h, :n, :n] = torch.linalg.inv(torch.eye(n).double() + L) * beta
+
+    def state_scan(self, k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state):
+        assert final_state is None
+        v_new.zero_()
+        for sequence, chunks in enumerate(self.places):
+            for h, key_head in self.heads:
+                S = torch.zeros(states.shape[2:]).double() if initial_state is None else self.k_first(initial_state[sequence, h])
+                for slot, row, tokens in chunks:
+                    K, V, n = k[row, tokens, key_head], v[row, tokens, h], length(tokens)
+                    gamma, to_end = decays(g_sum, slot, tokens, h)
+                    states[slot, h] = S
+                    v_new[slot, h, :n] = A[slot, h, :n, :n] @ (V - gamma * (K @ S))
+                    S = gamma[-1] * S + K.T @ (to_end * v_new[slot, h, :n])
+
+    def state_gradient_scan(
+        self, q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients, dv, initial_state_gradient, scale
+    ):
+        dv.zero_()
+        for sequence, chunks in enumerate(self.places):
+            for h, key_head in self.heads:
+                dS = torch.zeros(state_gradients.shape[2:]).double()
+                if final_state_gradient is not None:
+                    dS = self.k_first(final_state_gradient[sequence, h])
+                for slot, row, tokens in reversed(chunks):
+                    Q, K, dO, n = q[row, tokens, key_head], k[row, tokens, key_head], do[row, tokens, h], length(tokens)
+                    gamma, to_end = decays(g_sum, slot, tokens, h)
+                    P = scale * self.Gamma(g_sum, slot, tokens, h) * (Q @ K.T)
+                    state_gradients[slot, h] = dS
+                    dW = A[slot, h, :n, :n].T @ (to_end * (K @ dS) + P.T @ dO)
+                    dv[row, tokens, h] = dW
+                    dS = gamma[-1] * dS - K.T @ (gamma * dW) + scale * Q.T @ (gamma * dO)
+                if initial_state_gradient is not None:
+                    initial_state_gradient[sequence, h] = dS.T if self.facts.state_v_first else dS
+
+    def chunk_gradients(
+        self, q, k, v_new, dv, do, states, state_gradients, g_sum, beta_chunks, cu_seqlens, dq, dk, dg, dbeta, scale
+    ):
+        for gradient in (dq, dk, dg, dbeta):
+            gradient.zero_()
+        for slot, row, tokens, h, key_head in self.chunks():
+            n = length(tokens)
+            Q, K = q[row, tokens, key_head], k[row, tokens, key_head]
+            V_new, dW, dO = v_new[slot, h, :n], dv[row, tokens, h], do[row, tokens, h]
+            S, dS = states[slot, h], state_gradients[slot, h]
+            gamma, to_end = decays(g_sum, slot, tokens, h)
+            Gamma = self.Gamma(g_sum, slot, tokens, h)
+
+            dP = Gamma * (scale * dO @ V_new.T)
+            dM = Gamma * -(dW @ V_new.T).tril(-1)
+            dQ_state, dK_write, dK_read = scale * gamma * (dO @ S.T), to_end * (V_new @ dS.T), -gamma * (dW @ S.T)
+            dq[row, tokens, key_head] += dQ_state + dP @ K
+            dk[row, tokens, key_head] += dK_write + dK_read + dP.T @ Q + (dM + dM.T) @ K
+            dbeta[row, tokens, h] = (dW * V_new).sum(1) / beta_chunks[slot, h, :n].double() ** 2
+
+            Z = dP * (Q @ K.T) + dM * (K @ K.T)
+            dg_sum = (Q * dQ_state + K * dK_read - K * dK_write).sum(1) + Z.sum(1) - Z.sum(0)
+            dg_sum[-1] += (K * dK_write).sum() + gamma[-1, 0] * (dS * S).sum()
+            dg[row, tokens, h] = dg_sum.flip(0).cumsum(0).flip(0).float()
+
+    def l2norm_backward(self, q, k, eps, dq_unit, dk_unit, dq, dk):
+        for x, dx_unit, dx in ((q, dq_unit, dq), (k, dk_unit, dk)):
+            inverse = torch.rsqrt((x * x).sum(1, keepdim=True) + eps)
+            dx.copy_(inverse * (dx_unit - x * inverse**2 * (x * dx_unit).sum(1, keepdim=True)))
+
+    def Gamma(self, g_sum, slot, tokens, h):
+        g = g_sum[slot, h, : length(tokens)].double()
+        return (g[:, None] - g).tril().exp().tril()
+
+    def k_first(self, state):
+        return (state.T if self.facts.state_v_first else state).double()
+
+
+def length(tokens: slice) -> int:
+    return tokens.stop - tokens.start
+
+
+def decays(g_sum, slot, tokens, h):
+    """gamma and gamma_L / gamma, [n, 1]."""
+    g = g_sum[slot, h, : length(tokens)].double()[:, None]
+    return g.exp(), (g[-1] - g).exp()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
+    """backward.backward with its kernels stood in for, and NaN in whatever it allocates."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(float("nan")))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+
+    def run(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> Gradients:
+        kernels = Kernels(inputs)
+        monkeypatch.setattr(backward, "kernels_for", lambda facts: {step: getattr(kernels, step) for step in STEPS})
+        return backward.backward(inputs, do, dht)
+
+    return run
+
+
+def cotangents(inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of o and of the final state, float64."""
+    generator = torch.Generator().manual_seed(1)
+    do = torch.randn(inputs.v.shape, dtype=torch.float64, generator=generator)
+    facts = inputs.facts
+    dims = (facts.V, facts.K) if facts.state_v_first else (facts.K, facts.V)
+    return do, torch.randn(inputs.N, facts.HV, *dims, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64], ids=lambda C: f"C{C}")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernels_in_their_order_give_the_gradients_of_autograd(
+    case: Case, chunk_size: int, run: Callable[..., Gradients]
+) -> None:
+    inputs = check_inputs(**arguments(case), chunk_size=chunk_size)
+    do, dht = cotangents(inputs)
+    expected = fallback.backward(inputs, do, dht)
+    check(run(inputs, do, dht), expected, inputs, BOUND_RESET if case.gates in ("reset", "minus_inf") else BOUND)
+
+
+def check(actual: Gradients, expected: Gradients, inputs: CallInputs, bound: float = BOUND) -> None:
+    for name, exact, found in zip(Gradients._fields, expected, actual, strict=True):
+        if exact is None:
+            assert found is None, name
+            continue
+        assert found.dtype == getattr(inputs, name).dtype, name
+        assert relative_l2(found, exact) < bound, name
+
+
+def test_without_a_gradient_of_the_final_state_none_is_made_up(run: Callable[..., Gradients]) -> None:
+    inputs = check_inputs(**arguments(BASE) | {"output_final_state": False})
+    do, _ = cotangents(inputs)
+    check(run(inputs, do, None), fallback.backward(inputs, do, None), inputs)
+
+
+def test_gradients_of_the_outputs_may_have_any_layout_and_dtype(run: Callable[..., Gradients]) -> None:
+    inputs = check_inputs(**arguments(BASE))
+    do, dht = cotangents(inputs)
+    do, dht = do[:, :1, :, :1].expand_as(do), dht.float().mT.contiguous().mT
+    assert not do.is_contiguous()
+    assert not dht.is_contiguous()
+    check(run(inputs, do.bfloat16(), dht), fallback.backward(inputs, do.bfloat16(), dht), inputs)
+
+
+@pytest.mark.parametrize(
+    "case", [replace(BASE, lengths=(0, 0)), replace(BASE, lengths=(0, 0), packed=False, state_dtype=torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("with_dht", [True, False], ids=["dht", "no_dht"])
+def test_without_tokens_the_gradient_of_the_state_passes(case: Case, with_dht: bool, run: Callable[..., Gradients]) -> None:
+    inputs = check_inputs(**arguments(case))
+    do, dht = cotangents(inputs)
+    actual = run(inputs, do, dht if with_dht else None)
+    state = inputs.initial_state
+    assert torch.equal(actual.initial_state, dht.to(state.dtype) if with_dht else torch.zeros_like(state))
+    assert torch.equal(actual.q, torch.zeros_like(inputs.q))
+    assert torch.equal(actual.beta, torch.zeros_like(inputs.beta))
+    assert actual.A_log is None
+
+
+# Which kernels, and when they are compiled
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[CompileRequest]]:
+    """An H200 by name; a kernel is its request. What was asked for at once."""
+    requests: list[list[CompileRequest]] = []
+
+    def get(batch):
+        requests.append(list(batch))
+        return [SimpleNamespace(launch=request) for request in batch]
+
+    gpu = GpuInfo("NVIDIA H200", SM90A, 132, 60 * 2**20)
+    for module in (backward, pipeline):
+        monkeypatch.setattr(module, "gpu_info", lambda device: gpu)
+        monkeypatch.setattr(module, "_ready", {})
+    monkeypatch.setattr(kernel_cache, "get", get)
+    return requests
+
+
+def call(**changes: object) -> CallInputs:
+    case = Case(**{"H": 2, "HV": 8, "K": 128, "V": 128, "lengths": (70,), "dtype": torch.bfloat16} | changes)
+    return check_inputs(**arguments(case))
+
+
+def test_every_argument_of_every_kernel_is_passed_in_order(monkeypatch: pytest.MonkeyPatch, asked: list) -> None:
+    launched = []
+
+    def loaded(request):
+        names = request.template.arguments(request.problem)
+        return SimpleNamespace(
+            launch=lambda *values: launched.append((request.template.name, dict(zip(names, values, strict=True))))
+        )
+
+    monkeypatch.setattr(kernel_cache, "get", lambda requests: [loaded(request) for request in requests])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    inputs = call(in_kernel=True, l2norm=True)
+    do, dht = cotangents(inputs)
+    backward.backward(inputs, do, dht)
+    assert [name for name, _ in launched] == list(select.backward_requests(inputs.facts, SM90A)) == list(STEPS)
+    arguments_of = dict(launched)
+    assert arguments_of["gate_cumsum"]["A_log"].dtype == torch.float32
+    assert arguments_of["state_gradient_scan"]["do"].dtype == torch.bfloat16
+    assert arguments_of["state_gradient_scan"]["final_state_gradient"].dtype == torch.float32
+    assert arguments_of["state_gradient_scan"]["dv"] is arguments_of["chunk_gradients"]["dv"]
+    assert arguments_of["chunk_gradients"]["dq"].data_ptr() == arguments_of["l2norm_backward"]["dq_unit"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "floor"), [(torch.bfloat16, -24), (torch.float16, -14)], ids=["bfloat16", "float16"]
+)
+def test_beta_has_a_floor_above_the_denormal_numbers_of_its_products(dtype: torch.dtype, floor: int) -> None:
+    requests = select.backward_requests(call(dtype=dtype).facts, SM90A)
+    assert requests["gate_cumsum"].problem.beta_floor == floor
+    assert 2.0**floor >= torch.finfo(dtype).tiny
+
+
+def test_kernels_are_for_what_the_call_has() -> None:
+    facts = call(initial_state=False).facts._replace(output_final_state=False)
+    requests = select.backward_requests(facts, SM90A)
+    assert "l2norm" not in requests
+    assert "l2norm_backward" not in requests
+    assert not requests["state_scan"].problem.has_final_state
+    assert not requests["state_gradient_scan"].problem.has_final_state_gradient
+    assert not requests["state_gradient_scan"].problem.has_initial_state
+    requests = select.backward_requests(call(state_v_first=True).facts, SM90A)
+    assert requests["state_gradient_scan"].problem.has_final_state_gradient
+    assert requests["state_gradient_scan"].problem.has_initial_state
+    assert requests["state_gradient_scan"].problem.state_v_first
+
+
+NO_CONFIG = pytest.mark.xfail(strict=True, reason="no config of chunk_gradients has work for its warps in a chunk of 16")
+
+
+@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=NO_CONFIG), 32, 64], ids=lambda C: f"C{C}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_model_can_be_trained_on_hopper(name: str, chunk_size: int, dtype: torch.dtype) -> None:
+    shape = models()[name]
+    facts = call(dtype=dtype, H=shape.H, HV=shape.HV, K=shape.K, V=shape.V).facts._replace(chunk_size=chunk_size)
+    assert select.backward_requests(facts, SM90A)
+
+
+def test_both_directions_are_compiled_in_one_go_at_the_first_forward(asked: list) -> None:
+    inputs = call()
+    assert autograd.covers(inputs)
+    (together,) = asked
+    assert set(select.backward_requests(inputs.facts, SM90A).values()) < set(together)
+    pipeline.kernels_for(inputs)
+    assert set(asked[1]) < set(together)
+    assert autograd.covers(call(lengths=(3000,)))
+    assert autograd.covers(call(lengths=(0,)))
+    assert len(asked) == 2
+
+
+def test_a_config_in_force_has_kernels_of_its_own(asked: list) -> None:
+    facts = call().facts
+    default = backward.kernels_for(facts)["chunk_gradients"].config
+    configs = chunk_gradients.TEMPLATE.configs(select.backward_requests(facts, SM90A)["chunk_gradients"].problem, SM90A)
+    other = next(config for config in configs if config != default)
+    with select.override(chunk_gradients=other):
+        assert backward.kernels_for(facts)["chunk_gradients"].config == other
+    assert backward.kernels_for(facts)["chunk_gradients"].config == default
+
+
+@pytest.mark.parametrize("changes", [{"K": 80}, {"V": 384}], ids=str)
+def test_a_call_that_kernels_do_not_cover_is_not_covered_in_either_direction(changes: dict, asked: list) -> None:
+    inputs = call(**changes)
+    assert not autograd.covers(inputs)
+    assert backward.kernels_for(inputs.facts) is None
+    assert asked == []
+    with pytest.raises(UnsupportedError, match="gradients of this call"):
+        select.backward_requests(inputs.facts, SM90A)
+
+
+def test_a_kernel_that_must_not_be_compiled_is_an_error_each_time(asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(requests):
+        raise KernelNotCachedError("chunk_gradients is not in the kernel cache")
+
+    monkeypatch.setattr(kernel_cache, "get", get)
+    for _ in range(2):
+        with pytest.raises(KernelNotCachedError, match="chunk_gradients"):
+            autograd.covers(call())
