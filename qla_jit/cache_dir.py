@@ -12,12 +12,16 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import platformdirs
 
 from .settings import settings
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger("qla_jit")
 
@@ -48,7 +52,11 @@ def bundle_dirs() -> tuple[Path, ...]:
 
 def temporary_dir() -> Path:
     """This user's directory on the node's own disk, for locks and as the last place for a cache. See refusal()."""
-    return Path(tempfile.gettempdir(), f"qla_jit-{os.geteuid()}")
+    try:
+        parent = tempfile.gettempdir()
+    except FileNotFoundError:            # no file can be made anywhere: a read-only container, a full disk; refusal() says so
+        parent = "/tmp"
+    return Path(parent, f"qla_jit-{os.geteuid()}")
 
 
 def refusal(path: Path) -> str | None:
@@ -56,7 +64,7 @@ def refusal(path: Path) -> str | None:
     if not path.is_absolute():
         return f"{path} is not an absolute path (this user has no home directory?)"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        twice(lambda: path.mkdir(mode=0o700, parents=True, exist_ok=True))
     except OSError as error:
         return f"{path} cannot be used: {error.strerror}"
     return distrust(path)
@@ -66,7 +74,7 @@ def distrust(path: Path) -> str | None:
     """Why a directory cannot be read and trusted as it is, or None."""
     try:
         # Everyone can put a link with the temporary directory's name in its place.
-        status = path.lstat() if path == temporary_dir() else path.stat()
+        status = twice(path.lstat if path == temporary_dir() else path.stat)
     except OSError as error:
         return f"{path} cannot be used: {error.strerror}"
     if not stat.S_ISDIR(status.st_mode):
@@ -78,6 +86,15 @@ def distrust(path: Path) -> str | None:
     if not os.access(path, os.R_OK | os.X_OK):
         return f"{path} is not readable"
     return None
+
+
+def twice(attempt: Callable[[], Result]) -> Result:
+    """A second attempt where the first failed: a network file system says ESTALE of what was replaced meanwhile, and a directory
+    may be removed between two steps."""
+    try:
+        return attempt()
+    except OSError:
+        return attempt()
 
 
 def kernels_in(directory: Path) -> int:

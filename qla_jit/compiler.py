@@ -22,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ LOG = "compile.log"
 LOG_LINES_SHOWN = 12                     # in the error's text
 
 _running: set[subprocess.Popen[bytes]] = set()
+os.register_at_fork(after_in_child=_running.clear)           # the parent's, and not for a forked process to stop
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def compile_to(directory: Path, request: CompileRequest) -> None:
     Raises:
         InvalidConfigError: the template rejects the config; nothing was started.
         EnvironmentUnsuitable: there is no nvcc.
-        CompileError: the child failed, crashed, or ran longer than QLA_JIT_COMPILE_TIMEOUT.
+        CompileError: the child failed, crashed, ran longer than QLA_JIT_COMPILE_TIMEOUT, or could not be started.
     """
     rejection = request.template.rejection(request.problem, request.config, request.arch)
     if rejection is not None:
@@ -77,8 +79,8 @@ def compile_to(directory: Path, request: CompileRequest) -> None:
             "or set QLA_JIT_BUNDLE_PATH to what qla-tune build made on a machine with nvcc."
         )
     scratch = directory / "scratch"
-    scratch.mkdir()
     try:
+        scratch.mkdir()
         request_path = scratch / "request.json"
         request_path.write_text(json.dumps(_describe(request, directory)))
         with (directory / LOG).open("wb") as log:
@@ -88,11 +90,13 @@ def compile_to(directory: Path, request: CompileRequest) -> None:
                 start_new_session=True,  # one process group, so that nvcc can be stopped with the child
             )
             failure = _wait(child)
+        if failure is not None:
+            shown = "\n".join((directory / LOG).read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
+            raise CompileError(f"{request} did not compile: {failure}. Its log ends:\n{shown}", log_path=directory / LOG)
+    except OSError as error:             # of this side: no memory to fork, no space for the request
+        raise CompileError(f"{request} could not be compiled in {directory}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    if failure is not None:
-        shown = "\n".join((directory / LOG).read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
-        raise CompileError(f"{request} did not compile: {failure}. Its log ends:\n{shown}", log_path=directory / LOG)
 
 
 def stop_all() -> None:
@@ -117,7 +121,7 @@ def find_nvcc() -> Path | None:
         nvcc = Path(on_path) if Path(on_path).parents[1].joinpath("include/cuda_runtime.h").exists() else Path(on_path).resolve()
     else:
         nvcc = _packaged_nvcc() or Path("/usr/local/cuda/bin/nvcc")
-    return nvcc if nvcc.is_file() else None
+    return nvcc if os.path.isfile(nvcc) else None
 
 
 def nvcc_version() -> str | None:
@@ -167,13 +171,21 @@ def _child_environment(nvcc: Path, scratch: Path) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if not steers_a_compiler.match(name)},
         "CUDA_HOME": str(nvcc.parents[1]),
         "CUDA_VISIBLE_DEVICES": "",      # a build must not depend on the GPUs of the machine that runs it
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path if os.path.exists(os.path.abspath(entry))),
+        "PYTHONPATH": os.pathsep.join(_existing(sys.path)),
         "TMPDIR": str(scratch),          # what a killed compiler leaves is removed with it
         "TILELANG_CACHE_DIR": str(scratch / "tilelang"),
         "TILELANG_DISABLE_CACHE": "1",
         "TILELANG_PRINT_ON_COMPILATION": "0",
         "TILELANG_VERBOSE": "1",         # logs what ptxas says of registers and spills
     }
+
+
+def _existing(paths: list[str]) -> Iterator[str]:
+    """Those that exist, as absolute paths."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):         # a relative path, and the current directory was removed
+            if os.path.exists(absolute := os.path.abspath(path)):
+                yield absolute
 
 
 def _wait(child: subprocess.Popen[bytes]) -> str | None:

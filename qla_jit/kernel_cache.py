@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import platform
+import shutil
 import tempfile
 import threading
 import time
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import compiler, kernel_store
-from .cache_dir import bundle_dirs, cache_dirs, refusal, temporary_dir
+from .cache_dir import bundle_dirs, cache_dirs, refusal, temporary_dir, writable_cache_dir
 from .compiler import CompileRequest
-from .errors import CompileError, KernelNotCachedError
+from .errors import CompileError, EnvironmentUnsuitable, KernelNotCachedError
 from .kernel_store import KernelKey
 from .launch import LoadedKernel, load
 from .settings import settings
@@ -46,6 +47,7 @@ _mutex = threading.Lock()                # guards the three below
 _memory: dict[CompileRequest, LoadedKernel] = {}
 _in_flight: dict[CompileRequest, Future[LoadedKernel]] = {}
 _stats = CacheStats()
+_lock_descriptors: set[int] = set()
 
 
 def get(requests: Sequence[CompileRequest]) -> list[LoadedKernel]:
@@ -192,9 +194,8 @@ def _from_disk(key: KernelKey) -> LoadedKernel | None:
 
 
 def _compile(request: CompileRequest, key: KernelKey) -> LoadedKernel:
-    # Built on the node's own disk, wherever the cache is, and copied there: only the copy can meet trouble with the cache.
-    with tempfile.TemporaryDirectory(prefix="qla_jit-build-", ignore_cleanup_errors=True) as temporary:
-        build = Path(temporary)
+    build = _build_directory()
+    try:
         started = time.perf_counter()
         try:
             compiler.compile_to(build, request)
@@ -205,10 +206,31 @@ def _compile(request: CompileRequest, key: KernelKey) -> LoadedKernel:
         _count(compiles=1, compile_seconds=time.perf_counter() - started)
         entry = kernel_store.store(build, key)
         if entry is not None:
-            with contextlib.suppress(OSError, RuntimeError):             # a file system may forbid to run what is on it
+            with contextlib.suppress(OSError, RuntimeError, ValueError):             # it cannot be read back, or not be run there
                 return load(entry, digest=key.digest())
         # Not stored, or another process stored this kernel first: the build at hand is the one that is known to be whole.
-        return load(build, digest=key.digest())
+        try:
+            return load(build, digest=key.digest())
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CompileError(f"{request} was compiled and cannot be loaded from {build}: {error}", key=key.digest()) from error
+    finally:
+        # No TemporaryDirectory: a process that was forked meanwhile would remove it when it ends.
+        shutil.rmtree(build, ignore_errors=True)
+
+
+def _build_directory() -> Path:
+    """A new directory on the node's own disk, wherever the cache is: only the copy into it can meet trouble with the cache."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="qla_jit-build-"))
+    except OSError as error:             # a container may have a volume for the cache, and nothing else that can be written
+        cache = writable_cache_dir()
+        if cache is not None:
+            with contextlib.suppress(OSError):
+                return Path(tempfile.mkdtemp(prefix="qla_jit-build-", dir=cache))
+        raise EnvironmentUnsuitable(
+            f"compiling a kernel needs a directory to work in, and none can be made: {error}. Set TMPDIR or QLA_JIT_CACHE_DIR to "
+            "a directory that can be written, or QLA_JIT_BUNDLE_PATH to what qla-tune build made."
+        ) from None
 
 
 # Between the processes of a node: a lock for each kernel, which the system releases when its owner dies.
@@ -222,11 +244,28 @@ def _only_builder(digest: str) -> Iterator[None]:
     except OSError:
         yield
         return
+    _lock_descriptors.add(descriptor)
     try:
         _wait_for_lock(descriptor, digest)
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)           # closing alone would not, if a process was forked meanwhile
+        _lock_descriptors.discard(descriptor)
         os.close(descriptor)
+
+
+def _forget_the_parents_work() -> None:
+    """In a forked process: the threads that compile, and would answer those who wait, exist in the parent only."""
+    global _mutex
+    _mutex = threading.Lock()
+    _in_flight.clear()
+    for descriptor in _lock_descriptors:                     # else the locks would be held for as long as this process lives
+        os.close(descriptor)
+    _lock_descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents_work)
 
 
 def _lock_file(digest: str) -> Path:
@@ -250,6 +289,8 @@ def _wait_for_lock(descriptor: int, digest: str) -> None:
                 logger.info("another process is compiling the kernel %s; waiting for it", digest[:16])
                 announced = True
             time.sleep(LOCK_POLL_SECONDS)
+        except OSError:                  # a file system without locks
+            return
 
 
 def _not_cached(request: CompileRequest, key: KernelKey) -> str:

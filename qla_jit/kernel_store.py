@@ -16,6 +16,8 @@ Trouble with the disk is never an error: it costs a warning and, at worst, a com
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -25,19 +27,24 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .cache_dir import bundle_dirs, cache_dirs, writable_cache_dir
+from .cache_dir import bundle_dirs, cache_dirs, refusal, twice, writable_cache_dir
 from .compiler import ARTEFACTS
 from .launch import LoadedKernel, load
 
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 20
+
+# What reading an entry raises if it is not what was stored. Another OSError is the disk's, and the entry may be whole.
+DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, RuntimeError, ValueError)
 
 logger = logging.getLogger("qla_jit")
+_warned: set[Path] = set()
 
 
 class KernelKey(BaseModel):
@@ -82,21 +89,15 @@ class Manifest(BaseModel):
 
 def find(key: KernelKey) -> LoadedKernel | None:
     """Load the kernel from disk; None if no intact entry is there. A damaged one is moved to quarantine, or if it is in a
-    bundle passed over."""
+    bundle passed over. One that cannot be read stays where it is, for a day on which the disk answers."""
     for cache in cache_dirs():
-        for entry in _entries(cache.path, key):
-            try:
-                if (kernel := _load(entry, key)) is not None:
-                    return kernel
-            except (OSError, RuntimeError, ValueError) as error:
-                _quarantine(entry, cache.path, error)
+        kernel = _first_intact(cache.path, key, damaged=functools.partial(_quarantine, cache.path))
+        if kernel is not None:
+            return kernel
     for bundle in bundle_dirs():
-        for entry in _entries(bundle, key):
-            try:
-                if (kernel := _load(entry, key)) is not None:
-                    return kernel
-            except (OSError, RuntimeError, ValueError) as error:
-                _warn_once(f"a prebuilt kernel is damaged and is passed over: {error}; it is in {entry}")
+        kernel = _first_intact(bundle, key, damaged=_pass_over)
+        if kernel is not None:
+            return kernel
     return None
 
 
@@ -106,16 +107,20 @@ def store(build: Path, key: KernelKey) -> Path | None:
     if cache is None:
         return None
     entry = _entry(cache, key)
+
+    def publish() -> bool:
+        if (why := refusal(cache)) is not None:              # since this process found it, it may be gone, or another one
+            raise PermissionError(why)
+        return _publish(contents, entry, cache)
+
     try:
         contents = {name: (build / name).read_bytes() for name in ARTEFACTS}
         manifest = Manifest(key=key, files={name: _stamp(data) for name, data in contents.items()})
         contents[MANIFEST] = manifest.model_dump_json(indent=1).encode()
-        _publish(contents, entry, cache)
+        return entry if twice(publish) else None
     except OSError as error:
-        if not entry.is_dir():           # otherwise another process built the same kernel, and was faster
-            _warn_once(f"compiled kernels cannot be kept in {cache}: {error}")
+        _warn_once(cache, f"compiled kernels cannot be kept in {cache}: {error}")
         return None
-    return entry
 
 
 def ship(entry: Path, directory: Path) -> Path:
@@ -133,11 +138,8 @@ def ship(entry: Path, directory: Path) -> Path:
             return copy
         except (OSError, ValueError):
             shutil.rmtree(copy)
-    try:
-        _publish({name: (entry / name).read_bytes() for name in (*ARTEFACTS, MANIFEST)}, copy, directory)
-    except OSError:
-        if not copy.is_dir():            # otherwise another process put the same kernel there, and was faster
-            raise
+    contents = {name: (entry / name).read_bytes() for name in (*ARTEFACTS, MANIFEST)}
+    twice(lambda: _publish(contents, copy, directory))
     with contextlib.suppress(OSError):   # another process may still use it
         (directory / "staging").rmdir()
     for file in copy.iterdir():
@@ -196,11 +198,11 @@ def nearest_differences(key: KernelKey) -> list[str] | None:
     return min(candidates, key=len, default=None)
 
 
-def _publish(contents: dict[str, bytes], entry: Path, cache: Path) -> None:
-    """Make an entry of a cache, whole or not at all.
+def _publish(contents: dict[str, bytes], entry: Path, cache: Path) -> bool:
+    """Make an entry of a cache, whole or not at all; False if another process made it first.
 
     Raises:
-        OSError: it cannot be written, or is there already.
+        OSError: it cannot be written.
     """
     (cache / "staging").mkdir(mode=0o700, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=cache / "staging"))
@@ -209,8 +211,14 @@ def _publish(contents: dict[str, bytes], entry: Path, cache: Path) -> None:
             write_durably(staging / name, data)
         sync_directory(staging)
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        staging.rename(entry)
+        try:
+            staging.rename(entry)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                return False
+            raise
         sync_directory(entry.parent)
+        return True
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -223,7 +231,12 @@ def _entries(cache: Path, key: KernelKey) -> list[Path]:
     """Where the kernel may be, best first."""
     if key.nvcc is not None:
         return [_entry(cache, key)]
-    return sorted(_builds(cache, key).glob("nvcc-*"), key=_version_numbers, reverse=True)
+    builds = _builds(cache, key)
+    try:
+        names = twice(lambda: os.listdir(builds))
+    except FileNotFoundError:
+        return []
+    return sorted((builds / name for name in names if name.startswith("nvcc-")), key=_version_numbers, reverse=True)
 
 
 def _builds(cache: Path, key: KernelKey) -> Path:
@@ -237,45 +250,81 @@ def _version_numbers(entry: Path) -> list[int]:
 
 def _keys() -> Iterator[KernelKey]:
     for place in (*(cache.path for cache in cache_dirs()), *bundle_dirs()):
-        for path in place.glob(f"kernels/*/*/*/{MANIFEST}"):
+        with contextlib.suppress(OSError):               # a directory that cannot be listed
+            for path in place.glob(f"kernels/*/*/*/{MANIFEST}"):
+                with contextlib.suppress(OSError, ValueError):           # find() deals with damage
+                    yield Manifest.model_validate_json(path.read_bytes()).key
+
+
+def _first_intact(place: Path, key: KernelKey, *, damaged: Callable[[Path, Exception], None]) -> LoadedKernel | None:
+    """The kernel, from the best of its entries in a cache or bundle that is whole."""
+    try:
+        for entry in _entries(place, key):
             try:
-                yield Manifest.model_validate_json(path.read_bytes()).key
-            except (OSError, ValueError):
-                continue                 # find() deals with damage
+                if (kernel := twice(lambda entry=entry: _load(entry, key))) is not None:
+                    return kernel
+            except DAMAGE as error:
+                damaged(entry, error)
+    except OSError as error:
+        _warn_once(place, f"cached kernels cannot be read: {error}")
+    return None
 
 
 def _load(entry: Path, key: KernelKey) -> LoadedKernel | None:
     """The kernel of an entry; None if it is not there.
 
     Raises:
-        OSError, RuntimeError, ValueError: it is damaged, or made for another machine.
+        DAMAGE: it is damaged, or made for another machine.
+        OSError: it cannot be read.
     """
-    return load(entry, digest=_check(entry, key).key.digest()) if entry.is_dir() else None
+    try:
+        entry.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    digest = _check(entry, key).key.digest()
+    try:
+        return load(entry, digest=digest)
+    except RuntimeError:                 # a file system may forbid to run what is on it; another one may not
+        with tempfile.TemporaryDirectory(prefix="qla_jit-load-", ignore_cleanup_errors=True) as copy:
+            for name in ARTEFACTS:
+                shutil.copyfile(entry / name, Path(copy, name))
+            return dataclasses.replace(load(Path(copy), digest=digest), directory=entry)
 
 
 def _check(entry: Path, key: KernelKey) -> Manifest:
     """The manifest of an entry, once every file has been found to be what it says.
 
     Raises:
-        OSError, ValueError: the entry is damaged.
+        DAMAGE: the entry is damaged.
+        OSError: it cannot be read.
     """
-    manifest = Manifest.model_validate_json((entry / MANIFEST).read_bytes())
+    manifest = Manifest.model_validate_json(_read(entry / MANIFEST, at_most=MAX_MANIFEST_BYTES))
     found = manifest.key if key.nvcc is not None else manifest.key.without_nvcc()
     if found != key:
         raise ValueError(f"{MANIFEST} is of another kernel")
     if set(manifest.files) != set(ARTEFACTS):
         raise ValueError(f"{MANIFEST} lists {sorted(manifest.files)}, expected {sorted(ARTEFACTS)}")
     for name, stamp in manifest.files.items():
-        if _stamp((entry / name).read_bytes()) != stamp:
+        if _stamp(_read(entry / name, at_most=stamp.size)) != stamp:
             raise ValueError(f"{name} is not the file that was stored")
     return manifest
+
+
+def _read(path: Path, *, at_most: int) -> bytes:
+    """The bytes of a file, and one too many of a larger one. Does not wait for a pipe that stands in its place."""
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        return file.read(at_most + 1)
 
 
 def _stamp(data: bytes) -> FileStamp:
     return FileStamp(size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-def _quarantine(entry: Path, cache: Path, error: Exception) -> None:
+def _pass_over(entry: Path, error: Exception) -> None:
+    _warn_once(entry, f"a prebuilt kernel is damaged and is passed over: {error}; it is in {entry}")
+
+
+def _quarantine(cache: Path, entry: Path, error: Exception) -> None:
     place = cache / "quarantine" / f"{entry.parent.name[:16]}-{uuid.uuid4().hex[:8]}"
     try:
         place.parent.mkdir(mode=0o700, exist_ok=True)
@@ -284,7 +333,7 @@ def _quarantine(entry: Path, cache: Path, error: Exception) -> None:
         return                           # another process was faster
     except OSError:
         place = entry
-    logger.warning("a cached kernel is damaged and will be built again: %s; it is now in %s", error, place)
+    _warn_once(entry, f"a cached kernel is damaged and will be built again: {error}; it is now in {place}")
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -295,16 +344,19 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Or not, where the file system cannot: the manifest shows what is missing after a crash."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
+def _warn_once(about: Path, message: str) -> None:
+    """One warning about an entry or a directory; what comes after it is for those who look closer."""
+    logger.log(logging.INFO if about in _warned else logging.WARNING, message)
+    _warned.add(about)
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:

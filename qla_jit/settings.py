@@ -85,7 +85,7 @@ def _mode(text: str) -> str:
 
 
 def _absolute_path(text: str) -> Path:
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))                    # Path.expanduser raises for a user without a home directory
     if not path.is_absolute():
         # A relative path would mean another cache after each change of directory.
         raise ValueError("an absolute path")

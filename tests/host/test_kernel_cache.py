@@ -330,7 +330,6 @@ def bundle(entry, cache, tmp_path, monkeypatch):
     (cache / "kernels").rename(path / "kernels")
     monkeypatch.setenv("QLA_JIT_BUNDLE_PATH", f"{tmp_path / 'missing'}{os.pathsep}{path}")
     cache_dir._trusted.cache_clear()
-    kernel_store._warn_once.cache_clear()
     return path
 
 
