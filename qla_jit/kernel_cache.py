@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import compiler, kernel_store
+from .build_slots import build_slot
 from .cache_dir import bundle_dirs, cache_dirs, refusal, temporary_dir, writable_cache_dir
 from .compiler import CompileRequest
 from .errors import CompileError, EnvironmentUnsuitable, KernelNotCachedError
@@ -196,9 +197,10 @@ def _from_disk(key: KernelKey) -> LoadedKernel | None:
 def _compile(request: CompileRequest, key: KernelKey) -> LoadedKernel:
     build = _build_directory()
     try:
-        started = time.perf_counter()
         try:
-            compiler.compile_to(build, request)
+            with build_slot():
+                started = time.perf_counter()
+                compiler.compile_to(build, request)
         except CompileError as error:
             error.key = key.digest()
             error.log_path = kernel_store.keep_log(build / compiler.LOG, key)

@@ -150,7 +150,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "QLA_JIT_JOBS", "jobs",
-        "How many kernels compile at the same time.",
+        "How many kernels compile at the same time, in all processes of a user on a machine.",
         "the CPUs that the process may use", _jobs, available_cpus,
     ),
     Variable(
