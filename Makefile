@@ -10,7 +10,7 @@ help:
 	@echo 'make demo    one Qwen3.5 layer: compile, run, check against float64'
 	@echo 'make test    the tests; those that need a GPU are skipped without one'
 	@echo 'make check   lint, and whether the documentation agrees with the code and the measured numbers'
-	@echo 'make bench   time a cold start, and on a GPU the forward pass beside other libraries'
+	@echo 'make bench   time a cold start, and on a GPU both passes beside other libraries'
 	@echo 'make plot    draw the forward numbers and write them into the documentation'
 	@echo 'make wheel   build dist/qla_jit-*.whl'
 
@@ -37,6 +37,7 @@ check: venv
 bench: venv
 	$(PY) benchmarks/cold_start.py
 	$(PY) benchmarks/forward.py
+	$(PY) benchmarks/backward.py
 
 plot: venv
 	$(PY) -m pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'

@@ -25,7 +25,8 @@ from workload import ALL_ROWS, ROWS, Inputs, Row, rotated_inputs
 
 from qla_jit.device import gpu_info
 
-REL_L2 = (
+EXPLAINED = (
+    " FlashInfer takes the gates as gate_domain='log', which costs it one elementwise kernel."
     " rel_l2: ||x - x64|| / ||x64|| over all heads and tokens of one input set, x64 from the chunked reference in float64 "
     "(qla_jit.reference, which the tests hold against the token-by-token recurrence)."
 )
@@ -33,33 +34,48 @@ Measured = Mapping[str, Mapping[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    return measure_table("forward", forward_options(arguments), SYSTEMS, measure_row, PROTOCOL + EXPLAINED)
+
+
+def forward_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser("forward", SYSTEMS)
+    parser.add_argument("--all-rows", action="store_true", help=f"the {len(ALL_ROWS)} rows of FlashQLA's table, not {len(ROWS)}")
+    return parse(parser, arguments, lambda options: ALL_ROWS if options.all_rows else ROWS)
+
+
+def measure_table(
+    op: str,
+    options: argparse.Namespace,
+    known_systems: Sequence[System],
+    measure_row: Callable[[Row, Sequence[System], Budget], Measured],
+    protocol: str,
+) -> int:
+    """The exit status of a benchmark: 1 if qla_jit failed on a row."""
     if not torch.cuda.is_available():
-        sys.exit("benchmarks/forward.py times kernels on a GPU, and torch sees none here.")
-    systems = [system for system in SYSTEMS if system.name in options.systems and system.installed]
+        sys.exit(f"benchmarks/{op}.py times kernels on a GPU, and torch sees none here.")
+    systems = [system for system in known_systems if system.name in options.systems and system.installed]
     absent = sorted(set(options.systems) - {system.name for system in systems})
     if absent:
         print(f"not installed, left out: {', '.join(absent)}")
-    table = ALL_ROWS if options.all_rows else ROWS
-    rows = [row for row in table if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in options.rows)]
 
-    out = options.out or results.default_path("forward.json")
+    out = options.out or results.default_path(f"{op}.json")
     earlier, gpu = results.load(out), results.gpu_name()
     if earlier.get("gpu", gpu) != gpu:
         sys.exit(f"{out} holds the numbers of another GPU, {earlier['gpu']}, and this is {gpu}: pass another --out.")
-    versions = results.versions(system.distribution for system in SYSTEMS)
+    versions = results.versions(system.distribution for system in known_systems)
     document = {
         "gpu": gpu,
         # A library that is not installed now may have numbers of an earlier run in the file.
         "versions": {name: version or earlier.get("versions", {}).get(name) for name, version in versions.items()},
         "commit": options.commit,
         "date": results.now(),
-        "protocol": PROTOCOL + REL_L2,
+        "protocol": protocol,
         "rows": earlier["rows"],
     }
     budget = Budget(options.budget_seconds)
     missing = run(
-        rows, document,
+        options.rows, document,
+        op=op,
         systems=[system.name for system in systems],
         measure=lambda row: measure_row(row, systems, budget),
         save=lambda: results.save(out, document),
@@ -78,6 +94,7 @@ def run(
     rows: Sequence[Row],
     document: dict[str, Any],
     *,
+    op: str = "forward",
     systems: Sequence[str],
     measure: Callable[[Row], Measured],
     save: Callable[[], None],
@@ -94,7 +111,7 @@ def run(
         except BudgetSpent as stop:
             print(f"stopped: {stop}")
             return todo[position:]
-        results.merge_row(document, row, measured=measured, commit=document["commit"], date=document["date"])
+        results.merge_row(document, row, measured=measured, commit=document["commit"], date=document["date"], op=op)
         save()
         last_row_seconds = budget.spent - started
         print(describe(row, measured), f"[{last_row_seconds:.1f} s]", flush=True)
@@ -143,25 +160,34 @@ def describe(row: Row, measured: Measured) -> str:
         for name, result in measured.items()
     ]
     ours = measured.get("qla_jit", {}).get("rel_l2")
-    error = f"; error o {ours['o']:.2e} state {ours['state']:.2e}" if ours else ""
+    error = "; error " + " ".join(f"{output} {error:.2e}" for output, error in ours.items()) if ours else ""
     return f"{row.name:18s} ms: {', '.join(cells)}{error}"
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    names = [system.name for system in SYSTEMS]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser(op: str, systems: Sequence[System]) -> argparse.ArgumentParser:
+    names = [system.name for system in systems]
+    parser = argparse.ArgumentParser(description=f"How fast and how exact is the {op} pass, beside other libraries?")
     parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--only-qla-jit", dest="systems", action="store_const", const=["qla_jit"], help="--systems qla_jit")
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of names such as '16,64:4096x8'")
-    parser.add_argument("--all-rows", action="store_true", help=f"the {len(ALL_ROWS)} rows of FlashQLA's table, not {len(ROWS)}")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/forward.json")
+    parser.add_argument("--out", type=Path, help=f"default: benchmarks/results/<GPU>/{op}.json")
     parser.add_argument("--budget-seconds", type=float, help="stop before this much time is spent")
     parser.add_argument("--commit", default=results.current_commit(), help="where there is no git: which commit this is")
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    table_of: Callable[[argparse.Namespace], Sequence[Row]],
+) -> argparse.Namespace:
+    """The options, with the rows themselves in place of the patterns."""
     options = parser.parse_args(arguments)
+    table = table_of(options)
     for pattern in options.rows:
-        table = ALL_ROWS if options.all_rows else ROWS
         if not any(fnmatch.fnmatchcase(row.name, pattern) for row in table):
             parser.error(f"--rows {pattern!r} matches none of: {' '.join(row.name for row in table)}")
+    options.rows = [row for row in table if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in options.rows)]
     return options
 
 

@@ -9,6 +9,10 @@ is from (`measured`), so that a file filled in several sessions stays honest:
      "ms": {system: milliseconds}, "rel_l2": {"o", "state"},          qla_jit's error
      "peer_rel_l2": {system: {"o", "state"}},                         the others' on the same inputs
      "measured": {system: {"commit", "date"}}, "failed": {system: why}}
+
+A row of the backward has "op": "backward", no strategy, errors of the six gradients in place of "o" and "state", and
+
+    {"step_ms": {system: milliseconds of a forward and backward}, "peak_bytes": {system: of such a step, above its inputs}}
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ from typing import Any
 
 import torch
 from systems import SYSTEMS
-from workload import ROWS, Row
+from workload import BACKWARD_ROWS, ROWS, Row
 
+TABLES = {"forward": ROWS, "backward": BACKWARD_ROWS}
+OUTPUTS = {"forward": ("o", "state"), "backward": ("dq", "dk", "dv", "dg", "dbeta", "dh0")}        # whose errors a row has
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -85,35 +91,52 @@ def find_row(document: Mapping[str, Any], row: Row) -> dict[str, Any] | None:
     return None
 
 
-def merge_row(document: dict[str, Any], row: Row, *, measured: Mapping[str, Mapping[str, Any]], commit: str, date: str) -> None:
+def new_row(row: Row, op: str) -> dict[str, Any]:
+    of_op = {"strategy": None} if op == "forward" else {"step_ms": {}, "peak_bytes": {}}
+    return {"op": op, "H": row.H, "HV": row.HV, "seqlens": list(row.seqlens), **of_op,
+            "ms": {}, "rel_l2": None, "peer_rel_l2": {}, "measured": {}, "failed": {}}
+
+
+def merge_row(
+    document: dict[str, Any],
+    row: Row,
+    *,
+    measured: Mapping[str, Mapping[str, Any]],
+    commit: str,
+    date: str,
+    op: str = "forward",
+) -> None:
     """Put new measurements into the document; what this run did not measure stays.
 
-    measured: {system: {"ms", "rel_l2": {"o", "state"}}}, with "strategy" for qla_jit, or {system: {"failed": why}}.
+    measured: {system: {"ms", "rel_l2": {output: error}}}, with "strategy" for qla_jit, or with "step_ms" and "peak_bytes", or
+    {system: {"failed": why}}.
     """
     entry = find_row(document, row)
     if entry is None:
-        entry = {"op": "forward", "H": row.H, "HV": row.HV, "seqlens": list(row.seqlens), "strategy": None,
-                 "ms": {}, "rel_l2": None, "peer_rel_l2": {}, "measured": {}, "failed": {}}
+        entry = new_row(row, op)
         document["rows"].append(entry)
         document["rows"].sort(key=_table_order)
     for system, result in measured.items():
-        for numbers in (entry["ms"], entry["peer_rel_l2"], entry["failed"]):
-            numbers.pop(system, None)
+        by_system = [name for name in ("ms", "step_ms", "peak_bytes") if name in entry]
+        for name in (*by_system, "peer_rel_l2", "failed"):
+            entry[name].pop(system, None)
         entry["measured"][system] = {"commit": commit, "date": date}
         if "failed" in result:
             entry["failed"][system] = result["failed"]
             continue
-        entry["ms"][system] = result["ms"]
+        for name in by_system:
+            entry[name][system] = result[name]
         if system == "qla_jit":
             entry["rel_l2"] = result["rel_l2"]
-            entry["strategy"] = result["strategy"]
+            if "strategy" in entry:
+                entry["strategy"] = result["strategy"]
         else:
             entry["peer_rel_l2"][system] = result["rel_l2"]
 
 
 def _table_order(entry: Mapping[str, Any]) -> tuple[int, ...]:
-    row = Row(entry["H"], entry["HV"], tuple(entry["seqlens"]))
-    return (ROWS.index(row),) if row in ROWS else (len(ROWS), row.H, row.HV, *row.seqlens)
+    row, rows = Row(entry["H"], entry["HV"], tuple(entry["seqlens"])), TABLES[entry["op"]]
+    return (rows.index(row),) if row in rows else (len(rows), row.H, row.HV, *row.seqlens)
 
 
 def is_done(document: Mapping[str, Any], row: Row, systems: Iterable[str], *, commit: str) -> bool:
@@ -125,7 +148,7 @@ def is_done(document: Mapping[str, Any], row: Row, systems: Iterable[str], *, co
 
 
 def problems(document: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a forward document; empty when it may be published."""
+    """What is wrong with a document; empty when it may be published."""
     found = [f"{key} is missing" for key in ("gpu", "versions", "commit", "date", "protocol") if not document.get(key)]
     known = {system.name for system in SYSTEMS}
     for entry in document["rows"]:
@@ -135,7 +158,7 @@ def problems(document: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: unknown systems {sorted(unknown)}")
         if "qla_jit" not in entry["ms"]:
             found.append(f"{name}: no time of qla_jit; failed: {entry['failed'].get('qla_jit', 'no, not run')}")
-        elif not all(0 <= entry["rel_l2"][output] < float("inf") for output in ("o", "state")):
+        elif not all(0 <= entry["rel_l2"][output] < float("inf") for output in OUTPUTS[entry["op"]]):
             found.append(f"{name}: rel_l2 is not a finite number: {entry['rel_l2']}")
         found += [f"{name}: {system} took {ms} ms" for system, ms in entry["ms"].items() if not ms > 0]
     return found

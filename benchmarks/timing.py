@@ -18,8 +18,7 @@ PROTOCOL = (
     f"Milliseconds per call: median of {REPLAYS} replays of a CUDA graph of at least {CALLS_PER_GRAPH} calls, after "
     f"{WARM_UP_MS} ms of replays. The systems of a row that were measured together take turns replay by replay, in alternating "
     "order. Calls rotate over input sets that together hold twice the L2 cache. bf16, K = V = 128, packed cu_seqlens, float32 "
-    "initial state in and final state out. Natural-log gates logsigmoid(randn)/16, every fourth head 0: FlashInfer takes them "
-    "as gate_domain='log', which costs it one elementwise kernel."
+    "initial state in and final state out. Natural-log gates logsigmoid(randn)/16, every fourth head 0."
 )
 
 
@@ -76,6 +75,23 @@ def _queue_round(graphs: Mapping[str, Any], order: Sequence[str], *, wait: bool 
     if wait:
         torch.cuda.synchronize()
     return spans
+
+
+def alternating_ms(calls: Mapping[str, Callable[[], Any]], *, rounds: int = 5, calls_per_round: int = 10) -> dict[str, float]:
+    """Median milliseconds per call of each system without a graph: the time of the GPU, or of the host where it is longer."""
+    spans: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(1 + rounds):
+        order = list(calls) if number % 2 == 0 else list(calls)[::-1]
+        for name in order:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            start.record()
+            for _ in range(calls_per_round):
+                calls[name]()
+            end.record()
+            torch.cuda.synchronize()
+            spans[name].append(start.elapsed_time(end) / calls_per_round)
+    return {name: statistics.median(times[1:]) for name, times in spans.items()}
 
 
 def host_us(call: Callable[[], Any], *, batches: int = 20, calls: int = 50) -> float:

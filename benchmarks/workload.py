@@ -19,7 +19,7 @@ SEQUENCE_SETS = ((32768,), (8192,), (2048,), (16384,) * 2, (1024, 7168), (4096,)
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the forward table."""
+    """One line of a table."""
 
     H: int
     HV: int
@@ -45,6 +45,15 @@ ALL_SEQUENCE_SETS = (
 ALL_ROWS = tuple(Row(H, HV, seqlens) for H, HV in ALL_HEAD_PAIRS for seqlens in ALL_SEQUENCE_SETS)
 
 
+# The backward: also heads of two value heads each, and 8k and 32k tokens in 1, 2, 4 and 8 sequences, as FlashQLA publishes.
+# What matters most comes first, because a run may have a budget.
+BACKWARD_HEAD_PAIRS = ((16, 64), (16, 32), (2, 8), (8, 16), (4, 16), (4, 8), (2, 4))
+BACKWARD_SEQUENCE_SETS = (
+    (32768,), (4096,) * 8, (8192,), (1024,) * 8, (16384,) * 2, (8192,) * 4, (4096,) * 2, (2048,) * 4,
+)  # fmt: skip
+BACKWARD_ROWS = tuple(Row(H, HV, seqlens) for seqlens in BACKWARD_SEQUENCE_SETS for H, HV in BACKWARD_HEAD_PAIRS)
+
+
 def lengths_name(seqlens: tuple[int, ...]) -> str:
     """(4096,) * 8 -> "4096x8"; (1024, 7168) -> "1024+7168"."""
     runs = [(length, len(list(group))) for length, group in itertools.groupby(seqlens)]
@@ -53,7 +62,7 @@ def lengths_name(seqlens: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One packed forward call."""
+    """One packed call."""
 
     seqlens: tuple[int, ...]
     q: torch.Tensor                      # [1, T, H, K], bf16, unit norm along K

@@ -238,12 +238,12 @@ def test_numbers_of_two_gpus_do_not_mix(tmp_path, monkeypatch):
 
 def test_a_row_pattern_that_matches_nothing_is_an_error(capsys):
     with pytest.raises(SystemExit):
-        forward.parse(["--rows", "3,9:*"])
+        forward.forward_options(["--rows", "3,9:*"])
     assert "matches none of" in capsys.readouterr().err
 
 
 def test_only_qla_jit_names_one_system():
-    assert forward.parse(["--only-qla-jit"]).systems == ["qla_jit"]
+    assert forward.forward_options(["--only-qla-jit"]).systems == ["qla_jit"]
 
 
 @pytest.mark.parametrize(

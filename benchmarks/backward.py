@@ -1,0 +1,96 @@
+"""How fast and how exact is the backward pass, and how much memory does a training step take, beside FlashQLA and FLA?
+
+    python benchmarks/backward.py                         every row, every library that is installed
+    python benchmarks/backward.py --only-qla-jit          keep the others' numbers of the file, measure ours again
+    python benchmarks/backward.py --rows '16,64:*' --budget-seconds 500
+
+Results are merged into the output file after every row, those that matter most first. docs/performance.md says how the timing
+works.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from forward import Measured, make_parser, measure_table, parse, rel_l2
+from systems import System
+from timing import PROTOCOL, Budget, alternating_ms, graph_of, interleaved_ms
+from training import NAMES, TRAINING_SYSTEMS, Cotangents, make_cotangents
+from workload import BACKWARD_ROWS, Inputs, Row, rotated_inputs
+
+EXPLAINED = (
+    " ms: the library's low-level backward, random gradients of o and of the final state in, those of all six inputs out. "
+    "What the forward saved is given to it: for FlashQLA and FLA the sums of the gates and the inverses, for qla_jit nothing. "
+    "step_ms: a forward and a backward through autograd, without a graph, ten at a time, so that host time counts where the "
+    "GPU waits for it. "
+    "peak_bytes: allocated at the highest during such a step, above its inputs. rel_l2: ||x - x64|| / ||x64|| of each gradient, "
+    "x64 from autograd of the chunked reference in float64."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(make_parser("backward", TRAINING_SYSTEMS), arguments, lambda options: BACKWARD_ROWS)
+    return measure_table("backward", options, TRAINING_SYSTEMS, measure_row, PROTOCOL + EXPLAINED)
+
+
+def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured:
+    """Times, errors and memory of each system on one row. A library that cannot do the row is a result too."""
+    cache_bytes = torch.cuda.get_device_properties().L2_cache_size
+    inputs = rotated_inputs(row, device="cuda", bytes_at_least=2 * cache_bytes)
+    cotangents = [make_cotangents(x, seed=seed) for seed, x in enumerate(inputs)]
+    exact = float64_gradients(inputs[0], cotangents[0])
+    graphs, steps, measured = {}, {}, {}
+    for system in systems:
+        budget.require()
+        try:
+            calls = [system.prepare(x, y) for x, y in zip(inputs, cotangents, strict=True)]
+            found = zip(NAMES, calls[0].gradients(), exact, strict=True)
+            measured[system.name] = {
+                "rel_l2": {name: rel_l2(gradient, x64) for name, gradient, x64 in found},
+                "peak_bytes": peak_bytes(calls[0].step),
+            }
+            graphs[system.name] = graph_of([call.gradients for call in calls])
+            steps[system.name] = calls[0].step
+        except Exception as error:       # a benchmark reports what a library answers and goes on with the next one
+            measured[system.name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            torch.cuda.synchronize()     # raises where the GPU itself is in an error state: nothing after it would be true
+    del exact
+    for key, times in (("ms", interleaved_ms(graphs)), ("step_ms", alternating_ms(steps))) if graphs else ():
+        for name, ms in times.items():
+            measured[name][key] = round(ms, 5)
+    return measured
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Memory that a call allocates at its highest, at its second time: what it keeps for good is there by then."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def float64_gradients(x: Inputs, y: Cotangents) -> list[torch.Tensor]:
+    """In the order of NAMES. A key head at a time: what autograd keeps of all of them together exceeds the memory of a GPU."""
+    from qla_jit.reference import chunk_gated_delta_rule
+
+    H, group = x.q.shape[2], x.v.shape[2] // x.q.shape[2]
+    by_head = []
+    for head in range(H):
+        keys, values = slice(head, head + 1), slice(head * group, (head + 1) * group)
+        parts = [tensor[:, :, keys] for tensor in (x.q, x.k)] + [tensor[:, :, values] for tensor in (x.v, x.g, x.beta)]
+        leaves = [part.double().requires_grad_() for part in (*parts, x.initial_state[:, values])]
+        q, k, v, g, beta, initial_state = leaves
+        outputs = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=x.cu_seqlens_cpu)
+        by_head.append(torch.autograd.grad(outputs, leaves, (y.do[:, :, values].double(), y.dht[:, values].double())))
+    *of_tokens, dh0 = (list(parts) for parts in zip(*by_head, strict=True))
+    return [*(torch.cat(parts, dim=2) for parts in of_tokens), torch.cat(dh0, dim=1)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

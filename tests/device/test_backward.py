@@ -1,0 +1,346 @@
+"""The gradients on a GPU against float64 autograd of the reference, for every kind of problem that the templates cover."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from cases import GATES, RAGGED_LENGTHS, Case, arguments, oracle, relative_l2
+
+import qla_jit
+from qla_jit import kernel_cache, select
+from qla_jit.device import gpu_info
+from qla_jit.errors import QLAError
+from qla_jit.models import models
+from qla_jit.ops import chunk
+from qla_jit.ops.inputs import CHUNK_SIZES, check_inputs
+from qla_jit.ops.plan import KEY_DIMS, VALUE_DIMS
+from qla_jit.ops.results import Gradients
+
+pytestmark = pytest.mark.gpu
+
+# Relative L2 error of each gradient: 1.25 times the smaller of FlashQLA's and FLA's. Of dg, that on Qwen's gates: as with them,
+# its terms cancel where a head hardly forgets, and every set of gates here has such heads.
+BOUNDS = {"q": 4.75e-3, "k": 6.5e-3, "v": 5.0e-3, "g": 6.9e-3, "beta": 4.9e-3, "initial_state": 2.9e-3}
+# A sum over all tokens: errors of single tokens average out.
+BOUNDS |= {"A_log": 5e-3, "dt_bias": 5e-3}
+# beta = 2 reflects the state and its gradient instead of shrinking them: errors add up, as in the forward (12.3e-3 and 13.3e-3).
+BOUNDS_BETA2 = {name: 2.5 * bound for name, bound in BOUNDS.items()} | {"g": 15e-3, "initial_state": 9e-3}
+# Nearly collinear keys make the entries of the inverse as large as beta; what passes through it has errors as o has.
+BOUNDS_COLLINEAR = BOUNDS | {"q": 12e-3, "v": 18e-3, "beta": 19e-3}
+# Unit rows are rounded to bf16, where the oracle keeps them: one rounding more of every operand, which dg sees twice.
+BOUNDS_L2NORM = {name: 1.25 * bound for name, bound in BOUNDS.items()} | {"g": 9e-3}
+# Where zeros are exact, as dk and dv for beta = 0: the error over the norm of do. beta's floor of 2^-14 in fp16 is what is seen.
+BOUND_OF_ZERO = 1e-3
+# Few tokens have few roundings to average over.
+FEW_TOKENS, FEW_TOKENS_FACTOR = 80, 1.5
+
+BASE = Case(H=2, HV=8, K=128, V=128, lengths=(200, 64, 1, 0, 447), dtype=torch.bfloat16)
+
+HEAD_DIMS = sorted({
+    *((shape.K, shape.V) for shape in models().values()),
+    *((K, 128) for K in KEY_DIMS),
+    *((128, V) for V in VALUE_DIMS),
+    (64, 512),
+    (256, 64),
+})  # fmt: skip
+
+CASES = [
+    *(replace(BASE, gates=gates) for gates in GATES),
+    *(replace(BASE, betas=betas) for betas in ("beta0", "beta1", "beta2")),
+    *(replace(BASE, keys="collinear", gates=gates) for gates in ("mixed", "open")),
+    replace(BASE, keys="zero_rows", l2norm=True),
+    *(replace(BASE, lengths=lengths) for lengths in RAGGED_LENGTHS),
+    replace(BASE, lengths=(17,), packed=False),
+    replace(BASE, lengths=(300, 300, 300), packed=False),
+    replace(BASE, tail=100),
+    *(replace(BASE, H=1, HV=ratio, lengths=(200, 150)) for ratio in range(1, 9)),
+    replace(BASE, H=16, HV=64),
+    replace(BASE, dtype=torch.float16),
+    replace(BASE, dtype=torch.float16, betas="beta0"),
+    replace(BASE, gate_dtype=torch.bfloat16, state_dtype=torch.bfloat16),
+    replace(BASE, in_kernel=True),
+    replace(BASE, in_kernel=True, gates="qwen", gate_dtype=torch.bfloat16),
+    replace(BASE, in_kernel=True, betas="beta2", l2norm=True),
+    *(replace(BASE, K=K, V=V, H=1, HV=2, lengths=(65, 130)) for K, V in HEAD_DIMS),
+    replace(BASE, K=96, V=192, H=3, HV=3, in_kernel=True, betas="beta2", state_v_first=True, l2norm=True),
+    replace(BASE, K=256, V=512, H=2, HV=2, dtype=torch.float16, packed=False, lengths=(190, 190), l2norm=True),
+]
+
+# Every pair of values of every two of these flags: the rows of an orthogonal array of strength 2.
+FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first", "initial_state",
+         "output_final_state", "packed")  # fmt: skip
+FLAG_ROWS = [
+    dict(zip(FLAGS, (a, b, c, a ^ b, a ^ c, b ^ c, a ^ b ^ c), strict=True)) for a, b, c in product((False, True), repeat=3)
+]
+
+
+def call_with(flags: dict[str, bool], *, allow_neg_eigval: bool) -> dict[str, Any]:
+    case = replace(
+        BASE, lengths=(130, 130), in_kernel=True, gate_dtype=torch.float32, packed=flags["packed"],
+        initial_state=flags["initial_state"], state_v_first=flags["state_v_first"], l2norm=flags["use_qk_l2norm_in_kernel"],
+    )  # fmt: skip
+    call = arguments(case, device="cuda")
+    plain = arguments(replace(case, in_kernel=False), device="cuda")
+    if not flags["use_gate_in_kernel"]:
+        call |= {"g": plain["g"], "A_log": None, "dt_bias": None, "use_gate_in_kernel": False}
+    if not flags["use_beta_sigmoid_in_kernel"]:
+        call |= {"beta": plain["beta"], "use_beta_sigmoid_in_kernel": False}
+    return call | {"output_final_state": flags["output_final_state"], "allow_neg_eigval": allow_neg_eigval}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_together() -> None:
+    """Build the kernels of all cases in one parallel batch; one that fails is reported by the test that needs it."""
+    requests = []
+    calls = [arguments(case, device="cuda") for case in CASES]
+    calls += [calls[0] | {"chunk_size": C} for C in CHUNK_SIZES] + [calls[0] | {"cu_seqlens": calls[0]["cu_seqlens"].long()}]
+    calls += [calls[0] | {"output_final_state": False}, calls[0] | {"initial_state": None}]
+    calls += [call_with(flags, allow_neg_eigval=False) for flags in FLAG_ROWS]
+    for call in calls:
+        facts = check_inputs(**call).facts
+        arch = gpu_info(facts.device).arch
+        with contextlib.suppress(QLAError):
+            requests += [*select.backward_requests(facts, arch).values(), *select.requests_for_any_size(facts, arch)]
+    with contextlib.suppress(QLAError):
+        kernel_cache.get(list(dict.fromkeys(requests)))
+
+
+def bounds_of(case: Case) -> dict[str, float]:
+    bounds = BOUNDS
+    if case.betas == "beta2":
+        bounds = BOUNDS_BETA2
+    elif case.keys == "collinear":
+        bounds = BOUNDS_COLLINEAR
+    elif case.l2norm:
+        bounds = BOUNDS_L2NORM
+    few = sum(case.lengths) < FEW_TOKENS
+    return {name: bound * (FEW_TOKENS_FACTOR if few else 1) for name, bound in bounds.items()}
+
+
+def leaves_of(call: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    return {
+        name: call[name].detach().to(dtype or call[name].dtype, copy=True).requires_grad_()
+        for name in Gradients._fields
+        if call.get(name) is not None
+    }
+
+
+def random_like(x: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator(device=x.device).manual_seed(seed)
+    return torch.randn(x.shape, dtype=torch.float32, device=x.device, generator=generator).to(x.dtype)
+
+
+def gradients(call: dict[str, Any], *, through: tuple[str, ...] = ("o", "state")) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The gradients by leaf for random gradients of the outputs, and that of o."""
+    leaves = leaves_of(call)
+    outputs = dict(zip(("o", "state"), qla_jit.chunk_gated_delta_rule(**call | leaves), strict=True))
+    outputs = {name: x for name, x in outputs.items() if x is not None}
+    cotangents = {name: random_like(x, seed) for seed, (name, x) in enumerate(outputs.items())}
+    used = [name for name in outputs if name in through]
+    torch.autograd.backward([outputs[name] for name in used], [cotangents[name] for name in used])
+    return {name: leaf.grad for name, leaf in leaves.items()}, cotangents["o"]
+
+
+def expected_gradients(call: dict[str, Any], *, through: tuple[str, ...] = ("o", "state")) -> dict[str, torch.Tensor]:
+    """As gradients(), of the reference in float64."""
+    leaves = leaves_of(call, torch.float64)
+    outputs = dict(zip(("o", "state"), oracle(call | leaves, by_chunk=True), strict=True))
+    if not call["output_final_state"]:
+        del outputs["state"]
+    rounded = {"o": call["v"].dtype, "state": torch.float32}
+    cotangents = {name: random_like(x.to(rounded[name]), seed).double() for seed, (name, x) in enumerate(outputs.items())}
+    used = [name for name in outputs if name in through]
+    found = torch.autograd.grad(
+        [outputs[name] for name in used], list(leaves.values()), [cotangents[name] for name in used], materialize_grads=True
+    )
+    return dict(zip(leaves, found, strict=True))
+
+
+def check(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], do: torch.Tensor, bounds: dict[str, float]
+) -> None:
+    assert actual.keys() == expected.keys()
+    errors = {}
+    for name, exact in expected.items():
+        assert actual[name].isfinite().all(), name
+        error = relative_l2(actual[name], exact)
+        errors[name] = error / bounds[name] if exact.any() else error / do.double().norm().item() / BOUND_OF_ZERO
+    assert max(errors.values()) <= 1, {name: f"{share:.2f} of its bound" for name, share in errors.items()}
+
+
+def fill_free_memory_with_nan() -> None:
+    """Whatever the next call allocates and does not write shows as NaN."""
+    torch.full((64 * 2**20,), float("nan"), device="cuda")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_match_float64_autograd(case: Case) -> None:
+    call = arguments(case, device="cuda")
+    fill_free_memory_with_nan()
+    actual, do = gradients(call)
+    assert {name: x.dtype for name, x in actual.items()} == {name: call[name].dtype for name in actual}
+    check(actual, expected_gradients(call), do, bounds_of(case))
+
+
+@pytest.mark.parametrize("allow_neg_eigval", [False, True], ids=["beta_below_1", "beta_below_2"])
+@pytest.mark.parametrize("flags", FLAG_ROWS, ids=lambda flags: "-".join(name for name, value in flags.items() if value) or "none")
+def test_flags_in_pairs(flags: dict[str, bool], allow_neg_eigval: bool) -> None:
+    if allow_neg_eigval and not flags["use_beta_sigmoid_in_kernel"]:
+        pytest.skip("allow_neg_eigval doubles the sigmoid")
+    call = call_with(flags, allow_neg_eigval=allow_neg_eigval)
+    actual, do = gradients(call)
+    check(actual, expected_gradients(call), do, BOUNDS_BETA2 if allow_neg_eigval else BOUNDS_L2NORM)
+
+
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES, ids=lambda C: f"C{C}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_chunk_size_changes_rounding_only(chunk_size: int, dtype: torch.dtype) -> None:
+    call = arguments(replace(BASE, dtype=dtype, tail=30), device="cuda") | {"chunk_size": chunk_size}
+    fill_free_memory_with_nan()
+    actual, do = gradients(call)
+    del call["chunk_size"]
+    check(actual, expected_gradients(call), do, BOUNDS)
+
+
+@pytest.mark.parametrize("through", ["o", "state"])
+@pytest.mark.parametrize("final_state", [True, False], ids=["final_state", "no_final_state"])
+def test_one_output_alone_may_have_a_part_in_the_loss(through: str, final_state: bool) -> None:
+    if through == "state" and not final_state:
+        pytest.skip("there is no final state to go through")
+    # Through o alone, dg of a head that never forgets is what is left of terms a hundred times as large.
+    case = replace(BASE, gates="qwen")
+    call = arguments(case, device="cuda") | {"output_final_state": final_state}
+    actual, do = gradients(call, through=(through,))
+    check(actual, expected_gradients(call, through=(through,)), do, BOUNDS | {"g": 15e-3})
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.5], ids=lambda scale: f"scale{scale}")
+def test_scale_is_taken_as_given(scale: float) -> None:
+    call = arguments(replace(BASE, lengths=(130, 64)), device="cuda") | {"scale": scale}
+    actual, do = gradients(call)
+    check(actual, expected_gradients(call), do, BOUNDS)
+
+
+def test_the_first_gate_has_no_effect_without_an_initial_state() -> None:
+    call = arguments(replace(BASE, initial_state=False, lengths=(200, 64, 1, 0, 447)), device="cuda")
+    dg = gradients(call)[0]["g"]
+    first = dg[0, call["cu_seqlens"][:-1][call["cu_seqlens"].diff() > 0].long()]
+    assert first.abs().max() <= 5e-3 * dg.abs().max()            # the terms of which it is the sum have that much rounding
+    reset = arguments(replace(BASE, gates="minus_inf"), device="cuda")
+    assert (gradients(reset)[0]["g"][reset["g"] == float("-inf")] == 0).all()
+
+
+def test_the_gradients_of_tokens_of_no_sequence_are_zero() -> None:
+    call = arguments(replace(BASE, tail=100), device="cuda")
+    end = int(call["cu_seqlens"][-1])
+    expected, _ = gradients(call)
+    for name in ("q", "k", "v", "g", "beta"):
+        call[name][:, end:] = float("nan")
+    fill_free_memory_with_nan()
+    actual, _ = gradients(call)
+    for name in ("q", "k", "v", "g", "beta"):
+        assert (actual[name][:, end:] == 0).all(), name
+        assert torch.equal(actual[name], expected[name]), name
+
+
+@pytest.mark.parametrize("lengths", [(0,), (0, 0, 0)], ids=str)
+def test_without_tokens_the_gradient_of_the_state_passes(lengths: tuple[int, ...]) -> None:
+    call = arguments(replace(BASE, lengths=lengths), device="cuda")
+    actual, _ = gradients(call)
+    assert torch.equal(actual["initial_state"], random_like(call["initial_state"], seed=1))
+    assert all((actual[name] == 0).all() for name in ("q", "k", "v", "g", "beta"))
+
+
+def low_level(call: dict[str, Any], do: torch.Tensor, dht: torch.Tensor) -> Gradients:
+    arguments_ = {name: x for name, x in call.items() if name != "output_final_state"}
+    return qla_jit.chunk_gated_delta_rule_bwd(**arguments_, A=None, do=do, dht=dht)
+
+
+def test_the_low_level_half_gives_the_same_bits_for_any_layout_of_do() -> None:
+    call = arguments(replace(BASE, in_kernel=True, l2norm=True), device="cuda")
+    expected, do = gradients(call)
+    dht = random_like(call["initial_state"], seed=1)
+    strided = do.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not strided.is_contiguous()
+    for x in (do, strided):
+        actual = low_level(call, x, dht)
+        assert all(torch.equal(getattr(actual, name), gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("launches", [1000])
+def test_repeated_launches_agree_to_the_bit(index_dtype: torch.dtype, launches: int) -> None:
+    call = arguments(replace(BASE, H=4, HV=16, lengths=(1000, 64, 7, 500), in_kernel=True), device="cuda")
+    call["cu_seqlens"] = call["cu_seqlens"].to(index_dtype)
+    do, dht = random_like(call["v"], seed=0), random_like(call["initial_state"], seed=1)
+    first = low_level(call, do, dht)
+    other, differences = torch.randn(1024, 1024, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(launches):
+        for expected, actual in zip(first, low_level(call, do, dht), strict=True):
+            differences += (expected != actual).sum()
+        other = torch.tanh(other @ other)              # other work between the launches
+    assert differences.item() == 0
+
+
+@pytest.mark.parametrize("case", [BASE, replace(BASE, in_kernel=True, l2norm=True, lengths=(300, 300), packed=False)], ids=str)
+def test_a_training_step_is_captured_by_a_cuda_graph(case: Case) -> None:
+    call = arguments(case, device="cuda")
+    leaves = leaves_of(call)
+    do, dht = random_like(call["v"], seed=0), random_like(call["initial_state"], seed=1)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(qla_jit.chunk_gated_delta_rule(**call | leaves), list(leaves.values()), [do, dht])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for gradient in captured:
+        gradient.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    call = arguments(replace(BASE, in_kernel=True, l2norm=True), device="cuda")
+    expected, _ = gradients(call)
+    with torch.autocast("cuda", dtype=dtype):
+        actual, _ = gradients(call)
+    for name, gradient in expected.items():
+        assert torch.equal(actual[name], gradient), name
+
+
+def test_a_second_derivative_is_refused() -> None:
+    call = arguments(replace(BASE, lengths=(64,)), device="cuda")
+    leaves = leaves_of(call)
+    o, _ = qla_jit.chunk_gated_delta_rule(**call | leaves)
+    (dq,) = torch.autograd.grad(o.float().square().sum(), leaves["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.float().sum().backward()
+
+
+def test_no_later_step_compiles() -> None:
+    gradients(arguments(BASE, device="cuda"))
+    before = kernel_cache.stats().compiles
+    for lengths in ((4096,), (64,) * 64, (16384,), (1, 5000)):
+        gradients(arguments(replace(BASE, lengths=lengths), device="cuda"))
+    assert kernel_cache.stats().compiles == before
+
+
+def test_a_call_whose_gradients_no_kernel_covers_takes_the_reference_in_both_directions() -> None:
+    chunk._warn_slow_gradients.cache_clear()
+    call = arguments(replace(BASE, K=80, H=1, HV=2, lengths=(70,)), device="cuda")
+    with pytest.warns(UserWarning, match="PyTorch reference"):
+        actual, do = gradients(call)
+    check(actual, expected_gradients(call), do, BOUNDS)

@@ -1,0 +1,97 @@
+"""Does the backward benchmark keep its books, and are its exact gradients those of the whole call?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_benchmarks import FakeClock, script
+
+backward, forward, results, systems, timing, training, workload = map(
+    script, ("backward", "forward", "results", "systems", "timing", "training", "workload")
+)
+ROW = workload.Row(2, 4, (65, 3))
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """measure_row with the GPU's part replaced."""
+    monkeypatch.setattr(backward, "rotated_inputs", lambda row, **_: [workload.make_inputs(row, device="cpu")])
+    monkeypatch.setattr(backward, "graph_of", lambda calls: (len(calls), 5))
+    monkeypatch.setattr(backward, "interleaved_ms", lambda graphs: dict.fromkeys(graphs, 0.25))
+    monkeypatch.setattr(backward, "alternating_ms", lambda steps: {name: len(step()) for name, step in steps.items()})
+    monkeypatch.setattr(backward, "peak_bytes", lambda call: 1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("", (), {"L2_cache_size": 1}))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def test_the_rows_are_those_of_flash_qla_with_ours_and_what_matters_most_comes_first():
+    rows = workload.BACKWARD_ROWS
+    assert len(set(rows)) == len(rows) == 7 * 8
+    assert [row.name for row in rows[:3]] == ["16,64:32768", "16,32:32768", "2,8:32768"]
+    assert {sum(row.seqlens) for row in rows} == {8192, 32768}
+    assert {len(row.seqlens) for row in rows} == {1, 2, 4, 8}
+    assert [system.name for system in training.TRAINING_SYSTEMS] == ["qla_jit", "flash_qla", "fla"]
+
+
+def test_each_gradient_is_held_against_float64_and_a_system_that_cannot_is_recorded(on_the_cpu):
+    def refused(x, y):
+        raise ValueError("K must be 64")
+
+    ours = training.TRAINING_SYSTEMS[0]
+    found = backward.measure_row(ROW, [ours, systems.System("fla", "torch", "torch", refused)], timing.Budget(None))
+    assert found["fla"] == {"failed": "ValueError: K must be 64"}
+    errors = found["qla_jit"].pop("rel_l2")
+    assert list(errors) == list(results.OUTPUTS["backward"])
+    assert all(1e-8 < error < 3e-3 for error in errors.values()), errors         # bf16 gradients of a float32 reference
+    assert errors["dg"] < 1e-5
+    assert found["qla_jit"] == {"peak_bytes": 1000, "ms": 0.25, "step_ms": 6}
+
+
+def test_the_step_gives_the_gradients_of_the_low_level_half():
+    x = workload.make_inputs(ROW, device="cpu")
+    calls = training.qla_jit_calls(x, training.make_cotangents(x))
+    for name, low_level, step in zip(training.NAMES, calls.gradients(), calls.step(), strict=True):
+        assert torch.equal(low_level, step), name
+
+
+def test_a_row_keeps_each_number_by_system():
+    document = {"rows": []}
+    error = dict.fromkeys(training.NAMES, 4e-3)
+    fla = {"ms": 5.0, "step_ms": 9.0, "peak_bytes": 10**9, "rel_l2": error}
+    results.merge_row(document, ROW, measured={"fla": fla}, commit="abc", date="d", op="backward")
+    ours = {"ms": 2.0, "step_ms": 3.0, "peak_bytes": 10**8, "rel_l2": error}
+    for measured in ({"failed": "CompileError: no"}, ours):
+        results.merge_row(document, ROW, measured={"qla_jit": measured}, commit="def", date="d", op="backward")
+    (row,) = document["rows"]
+    assert row["op"] == "backward"
+    assert row["ms"] == {"fla": 5.0, "qla_jit": 2.0}
+    assert row["step_ms"] == {"fla": 9.0, "qla_jit": 3.0}
+    assert row["peak_bytes"] == {"fla": 10**9, "qla_jit": 10**8}
+    assert (row["rel_l2"], row["peer_rel_l2"], row["failed"]) == (error, {"fla": error}, {})
+    assert "strategy" not in row
+    assert [problem for problem in results.problems(document) if ROW.name in problem] == []
+    row["rel_l2"]["dg"] = float("nan")
+    assert any("not a finite number" in problem for problem in results.problems(document))
+
+
+def test_a_run_goes_on_where_the_budget_of_the_last_one_ended():
+    clock, document, done = FakeClock(), {"rows": [], "commit": "abc", "date": "d"}, []
+
+    def measure(row):
+        clock.seconds += 10
+        done.append(row)
+        return {"qla_jit": {"ms": 1.0, "step_ms": 2.0, "peak_bytes": 3, "rel_l2": dict.fromkeys(training.NAMES, 1e-3)}}
+
+    for seconds in (25, None):
+        forward.run(
+            workload.BACKWARD_ROWS[:4], document, op="backward", systems=["qla_jit"], measure=measure, save=lambda: None,
+            budget=timing.Budget(seconds, now=clock),
+        )
+    assert done == list(workload.BACKWARD_ROWS[:4])
+    assert [results.find_row(document, row)["op"] for row in done] == ["backward"] * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_the_benchmark_says_so(tmp_path):
+    with pytest.raises(SystemExit, match=r"benchmarks/backward\.py .* torch sees none"):
+        backward.main(["--out", str(tmp_path / "backward.json")])
