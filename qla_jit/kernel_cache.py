@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import logging
 import os
 import platform
@@ -248,7 +249,7 @@ def _only_builder(digest: str) -> Iterator[None]:
         return
     _lock_descriptors.add(descriptor)
     try:
-        _wait_for_lock(descriptor, digest)
+        _wait_for_lock(descriptor)
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -279,28 +280,31 @@ def _lock_file(digest: str) -> Path:
     return directory / f"{digest}.lock"
 
 
-def _wait_for_lock(descriptor: int, digest: str) -> None:
-    deadline = time.monotonic() + settings().compile_timeout
-    announced = False
+def _wait_for_lock(descriptor: int) -> None:
+    seconds = settings().compile_timeout
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if not announced:
-                logger.info("another process is compiling the kernel %s; waiting for it", digest[:16])
-                announced = True
+            _tell_once(f"another process is compiling kernels that this one needs; it waits at most {seconds:g} s for each")
             time.sleep(LOCK_POLL_SECONDS)
         except OSError:                  # a file system without locks
             return
 
 
+@functools.cache
+def _tell_once(message: str) -> None:
+    logger.info(message)
+
+
 def _not_cached(request: CompileRequest, key: KernelKey) -> str:
-    differences = kernel_store.nearest_differences(key)
-    if differences is None:
+    found = kernel_store.nearest(key)
+    if found is None:
         nearest = f"no kernel of the template {key.template} is there"
     else:
-        nearest = "the nearest one differs in " + ", ".join(differences)
+        nearest = f"the nearest one differs in {', '.join(found[1])}, and is {found[0]}"
     return (
         f"{request} is not in the kernel cache ({_places()}), and QLA_JIT_MODE=require forbids compiling; {nearest}. Make the "
         "same call once with QLA_JIT_MODE=lookup where nvcc is installed, or set QLA_JIT_CACHE_DIR to a cache that has it, or "

@@ -183,19 +183,20 @@ def keep_log(log: Path, key: KernelKey) -> Path | None:
     return kept
 
 
-def nearest_differences(key: KernelKey) -> list[str] | None:
-    """In what the most similar kernel of the same template on disk differs from the key; None if there is none."""
+def nearest(key: KernelKey) -> tuple[Path, list[str]] | None:
+    """The entry of the most similar kernel of the same template on disk, and in what it differs; None if there is none."""
     wanted = _flat(key.model_dump())
     candidates = []
-    for cached_key in _keys():
+    for entry, cached_key in _keys():
         if cached_key.template == key.template:
             cached = _flat((cached_key if key.nvcc is not None else cached_key.without_nvcc()).model_dump())
-            candidates.append([
+            differences = [
                 f"{name} ({cached.get(name)!r} there, {wanted.get(name)!r} wanted)"
                 for name in sorted(wanted.keys() | cached.keys())
                 if wanted.get(name) != cached.get(name)
-            ])
-    return min(candidates, key=len, default=None)
+            ]
+            candidates.append((entry, differences))
+    return min(candidates, key=lambda candidate: len(candidate[1]), default=None)
 
 
 def _publish(contents: dict[str, bytes], entry: Path, cache: Path) -> bool:
@@ -248,12 +249,12 @@ def _version_numbers(entry: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", entry.name)]
 
 
-def _keys() -> Iterator[KernelKey]:
+def _keys() -> Iterator[tuple[Path, KernelKey]]:
     for place in (*(cache.path for cache in cache_dirs()), *bundle_dirs()):
         with contextlib.suppress(OSError):               # a directory that cannot be listed
             for path in place.glob(f"kernels/*/*/*/{MANIFEST}"):
                 with contextlib.suppress(OSError, ValueError):           # find() deals with damage
-                    yield Manifest.model_validate_json(path.read_bytes()).key
+                    yield path.parent, Manifest.model_validate_json(path.read_bytes()).key
 
 
 def _first_intact(place: Path, key: KernelKey, *, damaged: Callable[[Path, Exception], None]) -> LoadedKernel | None:

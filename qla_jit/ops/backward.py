@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import kernel_cache, select
+from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
 from ..errors import UnsupportedError
@@ -33,7 +34,8 @@ def kernels_for(facts: CallFacts, together_with: Callable[[], Sequence[CompileRe
         except UnsupportedError:
             _ready[key] = None
         else:
-            loaded = kernel_cache.get(list(dict.fromkeys([*requests.values(), *together_with()])))
+            with told_on_a_miss(lambda: build_command_of_call(facts, gpu_info(facts.device), backward=True)):
+                loaded = kernel_cache.get(list(dict.fromkeys([*requests.values(), *together_with()])))
             _ready[key] = {step: kernel.launch for step, kernel in zip(requests, loaded, strict=False)}
     return _ready[key]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import capture, kernel_cache, select
+from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
 from ..kernel_templates.macros.register_roles import ROWS
@@ -40,7 +41,8 @@ def kernels_for(inputs: CallInputs) -> Kernels:
     kernels = _ready.get(key)
     if kernels is None:
         dispatch, needed = choice_for(inputs)
-        loaded = kernel_cache.get(needed)[: len(dispatch.requests)]
+        with told_on_a_miss(lambda: build_command_of_call(facts, gpu_info(facts.device))):
+            loaded = kernel_cache.get(needed)[: len(dispatch.requests)]
         entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
         kernels = _ready[key] = Kernels(dispatch.strategy, entries, dispatch.split)
     return kernels

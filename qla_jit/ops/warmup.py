@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import enumeration, kernel_cache
+from ..build_command import build_command, told_on_a_miss
 from ..device import gpu_count, gpu_info
 from ..enumeration import Variants
 from ..errors import DeviceError, EnvironmentUnsuitable, InputError
@@ -99,4 +100,6 @@ def warmup(
     if target.type != "cuda":
         raise DeviceError(f"warmup is for a CUDA GPU, calls on the CPU take no kernels; got device={device!r}; leave it out")
     gpu = gpu_info(target)
-    return len(kernel_cache.get(enumeration.kernels(shape, variants, gpu.arch, [Hardware.of(gpu)])))
+    requests = enumeration.kernels(shape, variants, gpu.arch, [Hardware.of(gpu)])
+    with told_on_a_miss(lambda: build_command(shape, variants, gpu)):
+        return len(kernel_cache.get(requests))
