@@ -312,9 +312,9 @@ def _check(entry: Path, key: KernelKey) -> Manifest:
 
 
 def _read(path: Path, *, at_most: int) -> bytes:
-    """The bytes of a file, and one too many of a larger one. Does not wait for a pipe that stands in its place."""
+    """The bytes of a file, cut off where it is larger than it may be. Does not wait for a pipe that stands in its place."""
     with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-        return file.read(at_most + 1)
+        return file.read(min(at_most, os.fstat(file.fileno()).st_size) + 1)
 
 
 def _stamp(data: bytes) -> FileStamp:
