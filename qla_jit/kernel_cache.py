@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import logging
 import os
@@ -13,23 +12,23 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import compiler, kernel_store
-from .build_slots import build_slot
-from .cache_dir import bundle_dirs, cache_dirs, refusal, temporary_dir, writable_cache_dir
+from .cache_dir import bundle_dirs, cache_dirs, writable_cache_dir
 from .compiler import CompileRequest
 from .errors import CompileError, EnvironmentUnsuitable, KernelNotCachedError
 from .kernel_store import KernelKey
 from .launch import LoadedKernel, load
+from .node_locks import one_of
 from .settings import settings
 from .templates import template_sources
 
 ARTEFACT_FORMAT = 1                      # raise it when the files of an entry, or their use by launch.py, change
-LOCK_POLL_SECONDS = 0.05
+WAITING = "another process is compiling kernels that this one needs; it waits at most {:g} s for each"
 
 logger = logging.getLogger("qla_jit")
 
@@ -49,7 +48,6 @@ _mutex = threading.Lock()                # guards the three below
 _memory: dict[CompileRequest, LoadedKernel] = {}
 _in_flight: dict[CompileRequest, Future[LoadedKernel]] = {}
 _stats = CacheStats()
-_lock_descriptors: set[int] = set()
 
 
 def get(requests: Sequence[CompileRequest]) -> list[LoadedKernel]:
@@ -182,7 +180,8 @@ def _take_care_of(requests: Sequence[CompileRequest]) -> None:
 
 
 def _build(request: CompileRequest, key: KernelKey) -> LoadedKernel:
-    with _only_builder(key.digest()):
+    seconds = settings().compile_timeout
+    with one_of([key.digest()], seconds=seconds, on_wait=functools.partial(_tell_once, WAITING.format(seconds))):
         # Another process may have built it while this one waited for the lock.
         return _from_disk(key) or _compile(request, key)
 
@@ -199,7 +198,7 @@ def _compile(request: CompileRequest, key: KernelKey) -> LoadedKernel:
     build = _build_directory()
     try:
         try:
-            with build_slot():
+            with _build_slot():
                 started = time.perf_counter()
                 compiler.compile_to(build, request)
         except CompileError as error:
@@ -221,6 +220,11 @@ def _compile(request: CompileRequest, key: KernelKey) -> LoadedKernel:
         shutil.rmtree(build, ignore_errors=True)
 
 
+def _build_slot() -> contextlib.AbstractContextManager[None]:
+    """One of QLA_JIT_JOBS: all processes of a user on this machine share them, however many ranks start at once."""
+    return one_of([f"slot-{number}" for number in range(settings().jobs)], seconds=settings().compile_timeout)
+
+
 def _build_directory() -> Path:
     """A new directory on the node's own disk, wherever the cache is: only the copy into it can meet trouble with the cache."""
     try:
@@ -236,62 +240,14 @@ def _build_directory() -> Path:
         ) from None
 
 
-# Between the processes of a node: a lock for each kernel, which the system releases when its owner dies.
-
-
-@contextlib.contextmanager
-def _only_builder(digest: str) -> Iterator[None]:
-    """Hold the lock of a kernel. It saves work and is not needed for correctness: when it cannot be had, go on without it."""
-    try:
-        descriptor = os.open(_lock_file(digest), os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError:
-        yield
-        return
-    _lock_descriptors.add(descriptor)
-    try:
-        _wait_for_lock(descriptor)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)           # closing alone would not, if a process was forked meanwhile
-        _lock_descriptors.discard(descriptor)
-        os.close(descriptor)
-
-
 def _forget_the_parents_work() -> None:
     """In a forked process: the threads that compile, and would answer those who wait, exist in the parent only."""
     global _mutex
     _mutex = threading.Lock()
     _in_flight.clear()
-    for descriptor in _lock_descriptors:                     # else the locks would be held for as long as this process lives
-        os.close(descriptor)
-    _lock_descriptors.clear()
 
 
 os.register_at_fork(after_in_child=_forget_the_parents_work)
-
-
-def _lock_file(digest: str) -> Path:
-    why = refusal(temporary_dir())
-    if why is not None:
-        raise PermissionError(why)
-    directory = temporary_dir() / "locks"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    return directory / f"{digest}.lock"
-
-
-def _wait_for_lock(descriptor: int) -> None:
-    seconds = settings().compile_timeout
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            _tell_once(f"another process is compiling kernels that this one needs; it waits at most {seconds:g} s for each")
-            time.sleep(LOCK_POLL_SECONDS)
-        except OSError:                  # a file system without locks
-            return
 
 
 @functools.cache

@@ -23,7 +23,7 @@ import tiny_template
 import torch
 from tiny_template import TEMPLATE, built, needs_nvcc, request
 
-from qla_jit import cache_dir, compiler, kernel_cache, kernel_store
+from qla_jit import cache_dir, compiler, kernel_cache, kernel_store, node_locks
 from qla_jit.compiler import ARTEFACTS
 from qla_jit.errors import CompileError, EnvironmentUnsuitable, InvalidConfigError, KernelNotCachedError
 from qla_jit.kernel_cache import KernelKey, get, key_of, stats
@@ -593,6 +593,25 @@ def test_processes_that_ask_together_share_one_compilation(marks):
 
 
 @needs_nvcc
+def test_processes_compile_no_more_kernels_at_once_than_jobs_allows(compiled, monkeypatch):
+    monkeypatch.setenv("QLA_JIT_JOBS", "2")
+    fake, at_once, most = compiler.compile_to, [], []
+
+    def compile_to(directory, asked):
+        at_once.append(asked)
+        most.append(len(at_once))
+        time.sleep(0.1)
+        fake(directory, asked)
+        at_once.remove(asked)
+
+    monkeypatch.setattr(compiler, "compile_to", compile_to)
+    with node_locks.lock_file("slot-1").open("w") as other:             # another process compiles as well
+        fcntl.flock(other, fcntl.LOCK_EX)
+        get([request(threads=n) for n in (32, 64, 128)])
+    assert set(most) == {1}
+
+
+@needs_nvcc
 def test_a_killed_owner_leaves_no_lock_behind(compiled, marks):
     owner = start_asking(marks, 60)
     while not list(marks.iterdir()):
@@ -614,7 +633,7 @@ def test_a_lock_that_is_never_released_is_waited_for_no_longer_than_a_compilatio
     requests = [request(threads=32), request(threads=64)]
     with contextlib.ExitStack() as others:
         for asked in requests:
-            other = others.enter_context(kernel_cache._lock_file(key_of(asked).digest()).open("w"))
+            other = others.enter_context(node_locks.lock_file(key_of(asked).digest()).open("w"))
             fcntl.flock(other, fcntl.LOCK_EX)
         get(requests)
     assert len(compiled) == 2
@@ -623,7 +642,7 @@ def test_a_lock_that_is_never_released_is_waited_for_no_longer_than_a_compilatio
 
 @needs_nvcc
 def test_without_a_place_for_locks_kernels_are_built_all_the_same(compiled, monkeypatch):
-    monkeypatch.setattr(kernel_cache, "refusal", lambda path: f"{path} belongs to another user")
+    monkeypatch.setattr(node_locks, "refusal", lambda path: f"{path} belongs to another user")
     assert_launches(*get([request()]))
 
 

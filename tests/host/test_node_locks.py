@@ -1,4 +1,4 @@
-"""Do all processes of a user together keep to QLA_JIT_JOBS compilations, and does nobody wait for ever?"""
+"""Do all processes of a user share their locks, and does nobody wait for ever?"""
 
 import contextlib
 import os
@@ -12,27 +12,27 @@ import time
 
 import pytest
 
-from qla_jit import build_slots
-from qla_jit.build_slots import build_slot
+from qla_jit import node_locks
+from qla_jit.node_locks import one_of
+
+NAMES = ("slot-0", "slot-1")
 
 
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("QLA_JIT_JOBS", "2")
-    monkeypatch.delenv("QLA_JIT_COMPILE_TIMEOUT", raising=False)
     return tmp_path
 
 
-# Holds a slot four times, in two threads, and prints when each began and ended.
+# Holds a lock four times, in two threads, and prints when each began and ended.
 HOLD = textwrap.dedent("""
     import sys, threading, time
-    from qla_jit.build_slots import build_slot
+    from qla_jit.node_locks import one_of
 
     def hold():
         for _ in range(2):
-            with build_slot():
+            with one_of(["slot-0", "slot-1"], seconds=60):
                 began = time.monotonic()
                 time.sleep(float(sys.argv[1]))
                 print(began, time.monotonic(), flush=True)
@@ -52,7 +52,7 @@ def most_at_once(times):
     return max(sum(step for _, step in ends[: n + 1]) for n in range(len(ends)))
 
 
-def test_processes_and_their_threads_share_the_slots():
+def test_processes_and_their_threads_share_the_locks():
     processes = [start_holding(0.2) for _ in range(3)]
     times = []
     for process in processes:
@@ -63,7 +63,7 @@ def test_processes_and_their_threads_share_the_slots():
     assert most_at_once(times) == 2
 
 
-def test_a_killed_owner_leaves_its_slots_to_others():
+def test_a_killed_owner_leaves_its_locks_to_others():
     owner = start_holding(60)
     deadline = time.monotonic() + 60
     while not _all_are_held() and time.monotonic() < deadline:
@@ -72,50 +72,51 @@ def test_a_killed_owner_leaves_its_slots_to_others():
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     started = time.monotonic()
-    with build_slot(), build_slot():
+    with one_of(NAMES, seconds=60), one_of(NAMES, seconds=60):
         assert time.monotonic() - started < 5
 
 
 def _all_are_held():
-    directory = build_slots._directory()
-    taken = [build_slots._taken(directory / f"{number}.lock") for number in range(2)]
+    taken = [node_locks._taken(node_locks.lock_file(name)) for name in NAMES]
     for descriptor in taken:
         if descriptor is not None:
-            build_slots._held.discard(descriptor)
+            node_locks._held.discard(descriptor)
             os.close(descriptor)
     return taken == [None, None]
 
 
-def test_who_has_waited_as_long_as_a_compilation_may_take_goes_on(monkeypatch):
-    monkeypatch.setenv("QLA_JIT_COMPILE_TIMEOUT", "0.3")
+def test_who_has_waited_for_long_goes_on_without_and_has_told_of_it():
+    told = []
     started = time.monotonic()
-    with build_slot(), build_slot(), build_slot():
-        assert 0.3 <= time.monotonic() - started < 5
+    with one_of(NAMES, seconds=60), one_of(NAMES, seconds=60, on_wait=lambda: told.append("early")):
+        assert told == []
+        with one_of(NAMES, seconds=0.3, on_wait=lambda: told.append("waiting")):
+            assert 0.3 <= time.monotonic() - started < 5
+    assert set(told) == {"waiting"}
 
 
 def test_without_a_place_for_locks_everybody_goes_on(own_directory, monkeypatch):
-    monkeypatch.setattr(build_slots, "refusal", lambda path: f"{path} belongs to another user")
-    with contextlib.ExitStack() as slots:
+    monkeypatch.setattr(node_locks, "refusal", lambda path: f"{path} belongs to another user")
+    with contextlib.ExitStack() as locks:
         for _ in range(5):
-            slots.enter_context(build_slot())
+            locks.enter_context(one_of(["one"], seconds=60))
     assert list(own_directory.iterdir()) == []
 
 
-def test_a_slot_is_free_again_after_an_error_and_holds_no_descriptor():
+def test_a_lock_is_free_again_after_an_error_and_holds_no_descriptor():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        with contextlib.suppress(RuntimeError), build_slot():
+        with contextlib.suppress(RuntimeError), one_of(["one"], seconds=60):
             raise RuntimeError("the compiler failed")
     assert len(os.listdir("/proc/self/fd")) == before
-    assert build_slots._held == set()
+    assert node_locks._held == set()
 
 
-def test_a_forked_process_does_not_keep_the_slot_of_its_parent(monkeypatch):
-    monkeypatch.setenv("QLA_JIT_JOBS", "1")
+def test_a_forked_process_does_not_keep_the_lock_of_its_parent():
     ready, end = threading.Event(), threading.Event()
 
     def hold():
-        with build_slot():
+        with one_of(["one"], seconds=60):
             ready.set()
             end.wait(60)
 
@@ -130,7 +131,7 @@ def test_a_forked_process_does_not_keep_the_slot_of_its_parent(monkeypatch):
         end.set()
         holder.join()
         started = time.monotonic()
-        with build_slot():
+        with one_of(["one"], seconds=60):
             assert time.monotonic() - started < 5
     finally:
         os.kill(child, signal.SIGKILL)
