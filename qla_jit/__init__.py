@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .dispatch_table import DispatchDifference, dispatch_differences, dispatch_digest
     from .errors import (
         BundleError,
         CompileError,
@@ -34,6 +35,7 @@ __all__ = [
     "BundleError",
     "CompileError",
     "DeviceError",
+    "DispatchDifference",
     "DtypeError",
     "EnvironmentUnsuitable",
     "ForwardResult",
@@ -49,16 +51,21 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
+    "dispatch_differences",
+    "dispatch_digest",
     "fused_recurrent_gated_delta_rule",
     "warmup",
 ]
 
 _MODULES = {
+    "DispatchDifference": "dispatch_table",
     "ForwardResult": "ops.results",
     "Gradients": "ops.results",
     "chunk_gated_delta_rule": "ops.chunk",
     "chunk_gated_delta_rule_bwd": "ops.chunk",
     "chunk_gated_delta_rule_fwd": "ops.chunk",
+    "dispatch_differences": "dispatch_table",
+    "dispatch_digest": "dispatch_table",
     "fused_recurrent_gated_delta_rule": "ops.recurrent",
     "warmup": "ops.warmup",
 }                                                # every other public name is in errors

@@ -92,6 +92,12 @@ def stats() -> CacheStats:
     return _stats
 
 
+def loaded() -> dict[CompileRequest, LoadedKernel]:
+    """The kernels that this process has loaded so far."""
+    with _mutex:
+        return dict(_memory)
+
+
 def clear_memory() -> None:
     """Forget the loaded kernels, so that the next get() goes to the disk; for tests and benchmarks."""
     with _mutex:

@@ -40,6 +40,11 @@ def kernels_for(facts: CallFacts, together_with: Callable[[], Sequence[CompileRe
     return _ready[key]
 
 
+def resolved() -> dict[tuple[CallFacts, select.Override], Launch | None]:
+    """What gradients have been given so far; None where they come from the reference."""
+    return dict(_ready)
+
+
 def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> Gradients:
     """The gradients of a call that kernels_for() covers. Launches on the current stream, no sync.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ class Kernels:
     strategy: str
     launch: dict[str, Callable[..., None]]
     split: int | None                    # chunks per segment; None: whole sequences
+    requests: Mapping[str, CompileRequest]
 
 
 _ready: dict[tuple[CallFacts, select.Override, Extents], Kernels] = {}
@@ -44,8 +45,13 @@ def kernels_for(inputs: CallInputs) -> Kernels:
         with told_on_a_miss(lambda: build_command_of_call(facts, gpu_info(facts.device))):
             loaded = kernel_cache.get(needed)[: len(dispatch.requests)]
         entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
-        kernels = _ready[key] = Kernels(dispatch.strategy, entries, dispatch.split)
+        kernels = _ready[key] = Kernels(dispatch.strategy, entries, dispatch.split, dispatch.requests)
     return kernels
+
+
+def resolved() -> dict[tuple[CallFacts, select.Override, Extents], Kernels]:
+    """What calls have been given so far, by what they are and their rounded sizes."""
+    return dict(_ready)
 
 
 def choice_for(inputs: CallInputs) -> tuple[select.Dispatch, list[CompileRequest]]:
