@@ -36,7 +36,7 @@ class CacheDir:
 
 def cache_dirs() -> tuple[CacheDir, ...]:
     """The directories in use, in the order in which to read them. None but the last is written, and that only if writable."""
-    return _open(settings().cache_dir, platformdirs.user_cache_path("qla_jit"), temporary_dir())
+    return _open(settings().cache_dir, _user_dir(), temporary_dir())
 
 
 def writable_cache_dir() -> Path | None:
@@ -57,6 +57,13 @@ def temporary_dir() -> Path:
     except FileNotFoundError:            # no file can be made anywhere: a read-only container, a full disk; refusal() says so
         parent = "/tmp"
     return Path(parent, f"qla_jit-{os.geteuid()}")
+
+
+def _user_dir() -> Path:
+    try:
+        return platformdirs.user_cache_path("qla_jit")
+    except RuntimeError:                 # no HOME, and the user is not in the database of users; refusal() says so
+        return Path("~/.cache/qla_jit")
 
 
 def refusal(path: Path) -> str | None:

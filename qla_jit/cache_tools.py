@@ -112,22 +112,30 @@ def leftovers(directory: Path) -> list[Removed]:
 
 def gc(directory: Path) -> list[Removed]:
     """Remove the leftovers; what could not be removed is not in the answer."""
-    found = leftovers(directory)
-    for leftover in found:
-        shutil.rmtree(leftover.path, ignore_errors=True)
-    return [leftover for leftover in found if not leftover.path.exists()]
+    removed = []
+    for leftover in leftovers(directory):
+        place = leftover.path.with_name(_new_name())
+        with contextlib.suppress(OSError):
+            leftover.path.rename(place)                      # first, so that an owner that still lives cannot publish half of it
+            shutil.rmtree(place)
+            removed.append(leftover)
+    return removed
 
 
 def _take_out(entry: Path, directory: Path) -> bool:
     staging = directory / "staging"
     staging.mkdir(mode=0o700, exist_ok=True)
-    place = staging / f"removed-{uuid.uuid4().hex[:16]}"
+    place = staging / _new_name()
     try:
         entry.rename(place)
     except FileNotFoundError:
         return False
     shutil.rmtree(place, ignore_errors=True)
     return True
+
+
+def _new_name() -> str:
+    return f"removed-{uuid.uuid4().hex[:16]}"
 
 
 def _key(entry: Path) -> KernelKey | None:

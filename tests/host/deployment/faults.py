@@ -1,4 +1,4 @@
-"""Make calls of the file system fail, or end the process, chosen by the directory that they touch and counted.
+"""Let something happen at calls to the file system, which are chosen by the directory that they touch and counted.
 
 For a process that was forked for the purpose: what is replaced here is never put back.
 """
@@ -35,8 +35,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 class Faults:
     """The faults that inject() put in place; `hits` says whether they happened, `calls` what was called."""
 
-    def __init__(self, under: Path, fail: Callable[[str], None], first: int, last: float) -> None:
-        self.under, self.fail, self.first, self.last = str(under), fail, first, last
+    def __init__(self, under: Path, happen: Callable[[str], None], first: int, last: float) -> None:
+        self.under, self.happen, self.first, self.last = str(under), happen, first, last
         self.calls: list[str] = []
         self.hits = 0
 
@@ -47,25 +47,28 @@ class Faults:
         self.calls.append(f"{function} {path.removeprefix(self.under)}")
         if self.first <= len(self.calls) <= self.last:
             self.hits += 1
-            self.fail(path)
+            self.happen(path)
 
 
 def inject(
-    fault: int | signal.Signals,
+    fault: int | signal.Signals | Callable[[], None],
     *,
     under: Path,
     functions: tuple[str, ...] = tuple(FUNCTIONS),
     first: int = 1,
     last: float = math.inf,
 ) -> Faults:
-    """From now on the first to the last of the calls that touch `under` fail with an errno, or meet a signal."""
+    """Let the first to the last of the calls that touch `under` fail with an errno, or happen after a signal or a function."""
 
-    def fail(path: str) -> None:
+    def happen(path: str) -> None:
         if isinstance(fault, signal.Signals):
             os.kill(os.getpid(), fault)
-        raise OSError(fault, os.strerror(fault), path)
+        elif isinstance(fault, int):
+            raise OSError(fault, os.strerror(fault), path)
+        else:
+            fault()
 
-    faults = Faults(under, fail, first, last)
+    faults = Faults(under, happen, first, last)
     for name in functions:
         for home in FUNCTIONS[name]:
             real = getattr(home, name)

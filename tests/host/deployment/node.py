@@ -77,7 +77,7 @@ class Node:
 
     def __init__(self, root: Path) -> None:
         self.root, self.cache, self.tmp = root, root / "cache", root / "tmp"
-        self.environment = {
+        self.environment: dict[str, str | None] = {                      # None: not set
             "NODE": str(root),
             "QLA_JIT_CACHE_DIR": str(self.cache),
             "XDG_CACHE_HOME": str(root / "home"),
@@ -98,8 +98,11 @@ class Node:
 
     def start(self, function: Callable[[], Any]) -> Process:
         def on_this_node() -> Any:
-            os.environ.update(self.environment)
+            os.environ.update({name: value for name, value in self.environment.items() if value is not None})
+            for name in (name for name, value in self.environment.items() if value is None):
+                os.environ.pop(name, None)
             tempfile.tempdir = None
+            tempfile._candidate_tempdir_list = lambda: [str(self.tmp)]               # no other node's /tmp
             return function()
 
         return Process(on_this_node)

@@ -1,0 +1,274 @@
+"""Does a kernel come out right whatever the home directory, the clock, the neighbours and the cleaners of disks do?"""
+
+import fcntl
+import itertools
+import os
+import pwd
+import shutil
+import stat
+import sys
+import threading
+import time
+
+import pytest
+from faults import inject
+from node import ask, assert_entries_are_whole, assert_nothing_is_in_staging, assert_served, right
+from tiny_template import request
+
+from qla_jit import cache_tools, kernel_cache, kernel_store
+from qla_jit.node_locks import lock_file
+
+# Who runs, and where at home is.
+
+
+def nobody():
+    """Let this process's user have no entry in the database of users, as in a container that runs under any number."""
+
+    def unknown(*args):
+        raise KeyError("getpwuid(): uid not found")
+
+    pwd.getpwuid = pwd.getpwnam = unknown
+
+
+def make_link(node):
+    (node.root / "elsewhere").mkdir()
+    (node.root / "home").symlink_to(node.root / "elsewhere")
+    return str(node.root / "home")
+
+
+def make_dangling_link(node):
+    (node.root / "home").symlink_to(node.root / "gone")
+    return str(node.root / "home")
+
+
+# Where at home is, and whether a cache can be made there.
+HOMES = {
+    "directory": (lambda node: str(node.root / "new"), True),
+    "link": (make_link, True),
+    "dangling-link": (make_dangling_link, False),
+    "not-a-directory": (lambda node: "/dev/null", False),
+    "unwritable": (lambda node: "/proc/1", False),           # also for root
+    "relative": (lambda node: "somewhere", False),
+    "unset": (lambda node: None, False),
+}
+
+
+@pytest.mark.parametrize(("home", "is_used"), HOMES.values(), ids=HOMES)
+@pytest.mark.parametrize("configured", [None, "~/cache"], ids=["", "in-home"])
+def test_a_home_that_cannot_be_used_costs_a_warning(node, home, is_used, configured):
+    node.environment |= {"HOME": home(node), "XDG_CACHE_HOME": None, "QLA_JIT_CACHE_DIR": configured}
+    (node.root / "work").mkdir()
+
+    def ask_as_nobody():
+        nobody()
+        os.chdir(node.root / "work")
+        return ask()
+
+    outcome = node.run(ask_as_nobody)
+    if configured is not None and not os.path.isabs(node.environment["HOME"] or ""):
+        assert outcome.error.startswith("EnvironmentUnsuitable: QLA_JIT_CACHE_DIR: expected an absolute path; got '~/cache'")
+    else:
+        assert_served(outcome, warnings=not is_used)
+        assert len(outcome.warnings) == (not is_used)
+        assert_served(node.run(ask_as_nobody), warnings=not is_used, compiles=0)
+    assert list((node.root / "work").iterdir()) == []
+
+
+# Directories that vanish.
+
+
+def test_a_cache_that_is_removed_is_made_anew_by_the_next_kernel(node):
+    def ask_around_a_removal():
+        first = ask(32)
+        shutil.rmtree(node.cache)
+        return first + ask(32, 64)
+
+    outcome = node.run(ask_around_a_removal)
+    assert outcome.answer == right(32, 32, 64)
+    assert outcome.warnings == []
+    assert stat.S_IMODE(node.cache.stat().st_mode) == 0o700
+    assert_served(node.run(ask), compiles=0)
+
+
+def test_a_cache_that_others_can_write_to_by_now_gets_no_kernel(node):
+    def ask_around_a_change():
+        first = ask(32)
+        node.cache.chmod(0o777)
+        return first + ask(64)
+
+    outcome = node.run(ask_around_a_change)
+    assert_served(outcome, threads=(32, 64), warnings=1)
+    assert "can be written by others" in outcome.warnings[0]
+    assert not node.entry(64).exists()
+
+
+def test_a_cache_may_be_removed_before_any_call_to_the_disk(new_node):
+    for n in itertools.count(1):
+        node = new_node()
+
+        def ask_while_it_goes(node=node, n=n):
+            faults = inject(lambda: shutil.rmtree(node.cache, ignore_errors=True), under=node.cache, first=n, last=n)
+            return ask(), faults.hits
+
+        outcome = node.run(ask_while_it_goes)
+        assert outcome.error is None, outcome.error
+        answer, hits = outcome.answer
+        assert answer == right()
+        assert len(outcome.warnings) <= 1, outcome.warnings
+        assert_entries_are_whole(node)
+        assert_nothing_is_in_staging(node)
+        if not hits:
+            assert n > 30, "publishing has more steps than that"
+            return
+
+
+def test_a_temporary_directory_that_is_removed_is_made_anew(node):
+    def ask_around_a_removal():
+        first = ask(32)
+        shutil.rmtree(node.tmp)
+        return first + ask(64)
+
+    assert_served(node.run(ask_around_a_removal), threads=(32, 64), compiles=2)
+
+
+def test_a_current_directory_that_is_removed_does_not_matter(node):
+    (node.root / "work").mkdir()
+
+    def ask_from_nowhere():
+        os.chdir(node.root / "work")
+        sys.path.insert(0, "")           # as in an interactive session
+        (node.root / "work").rmdir()
+        return ask()
+
+    assert_served(node.run(ask_from_nowhere), compiles=1)
+
+
+def test_a_lock_file_that_is_swept_away_costs_at_most_a_compilation(node):
+    node.compiler_first("sleep 0.3")
+    processes = [node.start(ask) for _ in range(4)]
+    while node.compilations == 0:
+        time.sleep(0.01)
+    shutil.rmtree(node.tmp / f"qla_jit-{os.geteuid()}")
+    for process in processes:
+        assert_served(process.outcome())
+    assert_entries_are_whole(node)
+
+
+# Neighbours.
+
+
+def ask_repeatedly(seconds):
+    """The number of answers, all of which were right."""
+    end, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        kernel_cache.clear_memory()
+        assert ask(32, 64) == right(32, 64)
+        count += 1
+    return count
+
+
+def remove_all(node):
+    cache_tools.remove(cache_tools.kernels_in(node.cache), node.cache)
+
+
+def remove_roughly(node):
+    for entry in node.entries():
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+# A reader may find what `rm -r` has not removed yet, and warns of each of the two kernels once.
+@pytest.mark.parametrize(("remove", "warnings"), [(remove_all, 0), (remove_roughly, 2)], ids=["qla-tune", "rm-r"])
+def test_entries_may_be_removed_while_others_read_and_publish(node, remove, warnings):
+    readers = [node.start(lambda: ask_repeatedly(2)) for _ in range(3)]
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        remove(node)
+        time.sleep(0.02)
+    outcomes = [reader.outcome() for reader in readers]
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+        assert outcome.answer > 1
+        assert len(outcome.warnings) <= warnings, outcome.warnings
+    assert_served(node.run(lambda: ask(32, 64)), threads=(32, 64))
+    assert_entries_are_whole(node)
+
+
+def test_a_gc_that_takes_what_is_still_being_written_costs_at_most_a_warning(node, monkeypatch):
+    monkeypatch.setattr(cache_tools, "STAGING_SECONDS", -3600.0)         # the clock was set forward in between
+    writers = [node.start(lambda: [ask(n) for n in (32, 64, 128)]) for _ in range(2)]
+    done = threading.Event()
+
+    def sweep():
+        while not done.is_set():
+            cache_tools.gc(node.cache)
+
+    sweeper = threading.Thread(target=sweep)
+    sweeper.start()
+    outcomes = [writer.outcome() for writer in writers]
+    done.set()
+    sweeper.join()
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+        assert outcome.answer == [right(n) for n in (32, 64, 128)]
+        assert len(outcome.warnings) <= 1
+    assert_entries_are_whole(node)
+
+
+def test_two_versions_share_a_directory_and_leave_each_others_kernels_alone(node):
+    def ask_another_version():
+        kernel_cache.ARTEFACT_FORMAT += 1
+        return ask()
+
+    for version, compiles in ((ask, 1), (ask_another_version, 1), (ask, 0), (ask_another_version, 0)):
+        assert_served(node.run(version), compiles=compiles)
+    assert len(node.entries()) == 2
+    assert not (node.cache / "quarantine").exists()
+    assert_entries_are_whole(node)
+
+
+def test_a_kernel_whose_key_has_a_field_of_a_later_version_is_not_looked_at(node):
+    assert_served(node.run(lambda: ask(32)), threads=(32,))
+    later = node.entry(32).parents[1] / ("f" * 64) / "nvcc-13.0.88"
+    shutil.copytree(node.entry(32), later)
+    manifest = later / kernel_store.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"format":', '"cluster": 2, "format":'))
+    node.environment["QLA_JIT_MODE"] = "require"
+    assert_served(node.run(lambda: ask(32)), threads=(32,), compiles=0)
+    outcome = node.run(lambda: ask(64))
+    assert outcome.error.startswith("KernelNotCachedError")
+    assert "config.threads (32 there, 64 wanted)" in outcome.error
+    assert outcome.warnings == []
+    assert later.exists()
+
+
+# Time.
+
+
+def run_backwards():
+    """From now on the clock goes back by a day each time it is read."""
+    days = itertools.count()
+    time.time = lambda: 2e9 - 86_400 * next(days)
+    time.time_ns = lambda: int(time.time() * 1e9)
+
+
+def test_a_clock_that_goes_backwards_does_not_matter(node):
+    node.environment["QLA_JIT_COMPILE_TIMEOUT"] = "1"
+
+    def ask_backwards():
+        run_backwards()
+        with lock_file(kernel_cache.key_of(request(threads=64)).digest()).open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)                # of a process that hangs
+            return ask(32) + ask(64)
+
+    started = time.monotonic()
+    assert_served(node.run(ask_backwards), threads=(32, 64), compiles=2)
+    assert time.monotonic() - started < 20
+
+
+def test_entries_of_the_future_are_read_and_not_collected(node):
+    assert_served(node.run(ask), compiles=1)
+    (node.cache / "staging" / "at-work").mkdir(parents=True)
+    for path in node.cache.rglob("*"):
+        os.utime(path, (4e9, 4e9))
+    assert cache_tools.gc(node.cache) == []
+    assert_served(node.run(ask), compiles=0)
