@@ -2,8 +2,8 @@
 
     python examples/train_tiny.py [--steps N] [--batch N] [--out train_tiny.png]
 
-The data is associative recall, made here: pairs of a key and a value, then the keys again in another order, each to be followed
-by its value. Prints the largest difference of the two losses and draws both curves. On a GPU one curve comes from
+The data is associative recall, made here: pairs of a key and a value, then the keys again in other orders, each to be followed
+by its value. The pairs are new in every sequence, so that only the state can know them. Prints the largest difference of the two losses and draws both curves. On a GPU one curve comes from
 the kernels and the other from the reference; on the CPU, where there are no kernels, both come from the reference.
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 import qla_jit
 from qla_jit import reference
 
-PAIRS = 32                               # a sequence is twice as many: 128 tokens, two chunks
+PAIRS, ROUNDS = 8, 16                    # a sequence is 256 tokens, four chunks
 DIM, LAYERS, H, HV, K, V = 128, 2, 2, 4, 64, 64
 LEARNING_RATE = 3e-3
 
@@ -67,7 +67,7 @@ def train(operation: Operation, steps: int, batch: int, device: str) -> list[flo
         tokens = recall_batch(batch, data).to(device)
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             logits = model(tokens[:, :-1])
-        answers = slice(2 * PAIRS, None, 2)                        # what follows a key in the second half
+        answers = slice(2 * PAIRS, None, 2)                        # what follows a key, from the second round on
         loss = F.cross_entropy(logits[:, answers].float().flatten(0, 1), tokens[:, 1:][:, answers].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -78,14 +78,15 @@ def train(operation: Operation, steps: int, batch: int, device: str) -> list[flo
 
 
 def recall_batch(batch: int, generator: torch.Generator) -> torch.Tensor:
-    """[batch, 4 * PAIRS] tokens. Keys are 0 to PAIRS - 1, values PAIRS to 2 * PAIRS - 1."""
+    """[batch, 2 * PAIRS * ROUNDS] tokens. Keys are 0 to PAIRS - 1, values PAIRS to 2 * PAIRS - 1."""
     keys = torch.arange(PAIRS)
     rows = []
     for _ in range(batch):
         values = PAIRS + torch.randint(PAIRS, (PAIRS,), generator=generator)
-        for order in (torch.randperm(PAIRS, generator=generator), torch.randperm(PAIRS, generator=generator)):
+        for _ in range(ROUNDS):
+            order = torch.randperm(PAIRS, generator=generator)
             rows.append(torch.stack([keys[order], values[order]], dim=1).flatten())
-    return torch.stack(rows).view(batch, 4 * PAIRS)
+    return torch.stack(rows).view(batch, 2 * PAIRS * ROUNDS)
 
 
 class Model(nn.Module):

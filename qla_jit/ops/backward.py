@@ -69,6 +69,7 @@ def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> 
     state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
     dh0 = None if initial_state is None else torch.empty_like(initial_state, dtype=torch.float32)
     launch["state_gradient_scan"](q, k, do, A, g_sum, cu_seqlens, dht, state_gradients, dv, dh0, scale)
+    del A                                # dq and dk may take its place: here memory is at its highest
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dg, dbeta = torch.empty(2, *inputs.g.shape, dtype=torch.float32, device=facts.device).unbind()
     launch["chunk_gradients"](

@@ -42,8 +42,8 @@ def test_three_steps_of_both_trainings_give_the_same_losses_and_a_plot(example, 
 
 def test_what_is_asked_is_told_before(example):
     batch = example.recall_batch(2, torch.Generator().manual_seed(0))
-    assert batch.shape == (2, 4 * example.PAIRS)
-    for tokens in batch.tolist():
-        told, asked = ({row[i]: row[i + 1] for i in range(0, len(row), 2)} for row in (tokens[:64], tokens[64:]))
-        assert told == asked
+    assert batch.shape == (2, 2 * example.PAIRS * example.ROUNDS)
+    for tokens in batch.view(2, example.ROUNDS, example.PAIRS, 2).tolist():
+        told, *asked = (dict(pairs) for pairs in tokens)
         assert sorted(told) == list(range(example.PAIRS))
+        assert all(answers == told for answers in asked)
