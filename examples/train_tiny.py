@@ -3,8 +3,9 @@
     python examples/train_tiny.py [--steps N] [--batch N] [--out train_tiny.png]
 
 The data is associative recall, made here: pairs of a key and a value, then the keys again in other orders, each to be followed
-by its value. The pairs are new in every sequence, so that only the state can know them. Prints the largest difference of the two losses and draws both curves. On a GPU one curve comes from
-the kernels and the other from the reference; on the CPU, where there are no kernels, both come from the reference.
+by its value. The pairs are new in every sequence, so that only the state can know them. Prints the largest difference of the two
+losses and draws both curves. On a GPU one curve comes from the kernels and the other from the reference; on the CPU, where
+there are no kernels, both come from the reference.
 """
 
 from __future__ import annotations
