@@ -1,4 +1,4 @@
-"""Write the measured numbers into README.md and docs/performance.md, from the JSON files under benchmarks/results.
+"""Write the measured numbers into README.md and the pages of docs/, from the JSON files under benchmarks/results.
 
     python benchmarks/fill_numbers.py [--check]
 
@@ -20,7 +20,7 @@ from systems import SYSTEMS
 from workload import HEAD_PAIRS, SEQUENCE_SETS, Row, lengths_name
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md", "docs/performance.md")
+FILES = ("README.md", "docs/performance.md", "docs/deployment.md")
 SECTION = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.DOTALL)
 NOT_MEASURED = "Not measured yet.\n"
 
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         "forward_table": forward_table(forward),
         "cold_start_summary": cold_start_table(cold_start, with_protocol=False),
         "cold_start_table": cold_start_table(cold_start, with_protocol=True),
+        "shipped_table": shipped_table(cold_start),
+        "warm_load_table": warm_load_table(cold_start),
     }
     stale = [name for name in FILES if filled((ROOT / name).read_text(), sections) != (ROOT / name).read_text()]
     if "--check" in arguments:
@@ -106,6 +108,40 @@ def cold_start_table(document: dict[str, Any], *, with_protocol: bool) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     said = f"{origin(document)} {document['protocol']}" if with_protocol else origin(document)
     return "\n".join(lines) + f"\n\n{said}\n"
+
+
+def shipped_table(document: dict[str, Any]) -> str:
+    """A bundle that was used where nothing could be compiled or written."""
+    if "shipped" not in document:
+        return NOT_MEASURED
+    part = document["shipped"]
+    lines = ["| | kernels loaded | load, s | first call, s | import, s |", "|---|---|---|---|---|"]
+    for name in ("forward", "training"):
+        used = part[name]
+        first_call = _seconds(used["first_call_seconds"])
+        cells = (name, str(used["disk_hits"]), f"{used['load_seconds']:.3f}", first_call, f"{used['import_seconds']:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    said = (
+        f"A bundle that was built {part['built']}: {part['kernels']} kernels for {', '.join(part['arch'])}, "
+        f"{part['bytes'] / 1e6:.1f} MB, packed {part['packed_bytes'] / 1e6:.1f} MB. {part_origin(document, part)}"
+    )
+    return "\n".join(lines) + f"\n\n{said}\n"
+
+
+def warm_load_table(document: dict[str, Any]) -> str:
+    """Loading the same kernels from qla_jit's cache and from TileLang's."""
+    if "warm_load" not in document:
+        return NOT_MEASURED
+    part = document["warm_load"]
+    lines = ["| cache of | load, s | files touched | import, s |", "|---|---|---|---|"]
+    for name in ("qla_jit", "tilelang"):
+        loaded = part[name]
+        lines.append(f"| {name} | {loaded['seconds']:.3f} | {loaded['files']} | {loaded['import_seconds']:.2f} |")
+    return "\n".join(lines) + f"\n\n{part['kernels']} kernels for {part['arch']}. {part_origin(document, part)}\n"
+
+
+def part_origin(document: dict[str, Any], part: dict[str, Any]) -> str:
+    return origin(document | {name: part[name] for name in ("commit", "date")})
 
 
 def time_cell(entry: dict[str, Any], system: str) -> str:

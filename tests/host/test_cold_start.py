@@ -1,0 +1,178 @@
+"""Does the cold-start benchmark keep its books: what it runs, what it refuses to call a load, and what it writes down?"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from entries import put
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(name):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+cold_start, fill_numbers, results = map(script, ("cold_start", "fill_numbers", "results"))
+
+STAGE = {
+    "import_seconds": 0.5, "compiles": 0, "compile_seconds": 0.0, "disk_hits": 6, "load_seconds": 0.05,
+    "first_call_seconds": None,
+}
+LOADED = {"import_seconds": 0.5, "seconds": 0.06, "files": 10}
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    """Stands for the fresh processes: what each was asked, with its environment, and what it answers."""
+    asked = []
+
+    def run_stage(given, stage, environment):
+        asked.append((stage, dict(environment), list(given)))
+        answer = LOADED if stage.startswith("load") else STAGE
+        return dict(answer, **({"compiles": 4} if stage == "first_call" and len(asked) == 1 else {}))
+
+    monkeypatch.setattr(cold_start, "run_stage", run_stage)
+    return asked
+
+
+@pytest.fixture
+def packed(tmp_path):
+    from qla_jit import bundle_file
+
+    put(tmp_path / "built")
+    bundle_file.pack(tmp_path / "built", tmp_path / "packed.tar.gz")
+    return tmp_path / "packed.tar.gz"
+
+
+def test_a_part_that_is_measured_leaves_the_others_in_the_file(stages, packed, tmp_path, capsys):
+    out = tmp_path / "cold_start.json"
+    cold_start.main(["--parts", "first_call", "--out", str(out), "--commit", "abc"])
+    cold_start.main(["--parts", "warm_load", "shipped", "--out", str(out), "--commit", "def", "--bundle", str(packed)])
+    document = results.load(out)
+    assert (document["commit"], document["warm_load"]["commit"], document["shipped"]["commit"]) == ("abc", "def", "def")
+    (row,) = document["rows"]
+    assert (row["cold"]["compiles"], row["warm"]["compiles"]) == (4, 0)
+    assert document["warm_load"]["tilelang"] == LOADED
+    assert str(out) in capsys.readouterr().out
+
+
+def test_a_second_process_that_compiles_is_no_warm_start(monkeypatch):
+    monkeypatch.setattr(cold_start, "run_stage", lambda *_: dict(STAGE, compiles=4))
+    with pytest.raises(AssertionError, match="the second process compiled again"):
+        cold_start.measure_first_call([], cold_start.parse([]))
+
+
+def test_a_load_that_writes_into_the_cache_is_none(stages, monkeypatch):
+    def run_stage(given, stage, environment):
+        if stage == "load":
+            place = Path(environment["QLA_JIT_CACHE_DIR"])
+            place.mkdir(exist_ok=True)
+            (place / str(len(list(place.iterdir())))).touch()
+        return LOADED
+
+    monkeypatch.setattr(cold_start, "run_stage", run_stage)
+    with pytest.raises(AssertionError, match="qla_jit compiled again"):
+        cold_start.measure_warm_load([], cold_start.parse([]))
+
+
+def test_every_kernel_of_the_list_is_compiled_by_one_of_the_processes_that_fill_tilelangs_cache(stages):
+    cold_start.measure_warm_load([], cold_start.parse(["--kernels", "5"]))
+    shares = [tuple(map(int, given[given.index("--share") + 1 :])) for stage, _, given in stages if "--share" in given]
+    requests = list(range(5))
+    assert sorted(request for share, of in shares for request in requests[share::of]) == requests
+    others = [stage for stage, _, given in stages if "--share" not in given]
+    assert others == ["load", "load", "load", "load_tilelang", "load_tilelang"]
+
+
+def test_a_shipped_bundle_is_used_without_nvcc_and_without_a_cache(stages, packed):
+    measured = cold_start.measure_shipped([], cold_start.parse(["--bundle", str(packed)]))
+    assert [stage for stage, _, _ in stages] == ["shipped_forward", "shipped_training"]
+    environment = stages[0][1]
+    assert environment["QLA_JIT_MODE"] == "require"
+    assert (measured["built"], measured["kernels"], measured["arch"]) == ("elsewhere", 1, ["sm_90a"])
+    assert measured["packed_bytes"] == packed.stat().st_size
+    assert measured["bytes"] > measured["packed_bytes"]
+    found = subprocess.run(
+        [sys.executable, "-c", "from qla_jit import compiler; print(compiler.find_nvcc())"],
+        env={**os.environ, **environment}, capture_output=True, text=True, check=True,
+    )
+    assert found.stdout == "None\n"
+
+
+@pytest.mark.parametrize("place", ["QLA_JIT_BUNDLE_PATH", "QLA_JIT_CACHE_DIR"])
+def test_a_process_that_writes_is_found_out(packed, monkeypatch, place):
+    def run_stage(given, stage, environment):
+        directory = Path(environment[place])
+        directory.chmod(0o755)
+        (directory / "written").touch()
+        return STAGE
+
+    monkeypatch.setattr(cold_start, "run_stage", run_stage)
+    with pytest.raises(AssertionError, match="something was written"):
+        cold_start.measure_shipped([], cold_start.parse(["--bundle", str(packed)]))
+
+
+def test_files_are_counted_once_whoever_opens_them_and_only_below_the_directory(tmp_path):
+    (tmp_path / "cache").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / "cache" / name).write_bytes(b"x" * 4096)
+    (tmp_path / "other").write_text("")
+    code = f"""
+        import mmap, os, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+        import cold_start
+        place = Path({str(tmp_path)!r})
+        early = open(place / "cache" / "b", "rb")                       # before counting began: counts if it is mapped
+        files = cold_start.files_touched(place / "cache")
+        (place / "cache" / "a").read_bytes()
+        os.close(os.open(place / "cache" / "a", os.O_RDONLY))
+        (place / "other").read_bytes()
+        print(files())
+        mapped = mmap.mmap(early.fileno(), 0, prot=mmap.PROT_READ)
+        print(files())
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["1", "2"]
+
+
+def test_the_tables_of_the_documentation_show_what_was_measured_and_what_was_not():
+    book = {"gpu": "NVIDIA H200", "versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-12-01T10:00Z", "rows": []}
+    assert fill_numbers.shipped_table(book) == fill_numbers.warm_load_table(book) == "Not measured yet.\n"
+    book["warm_load"] = {
+        "commit": "def", "date": "2026-12-02T10:00Z", "arch": "sm_90a", "kernels": 20, "qla_jit": LOADED, "tilelang": LOADED,
+    }
+    assert "| qla_jit | 0.060 | 10 | 0.50 |" in fill_numbers.warm_load_table(book)
+    assert "20 kernels for sm_90a. NVIDIA H200, 2026-12-02, commit def;" in fill_numbers.warm_load_table(book)
+    book["shipped"] = {
+        "commit": "def", "date": "2026-12-02T10:00Z", "built": "elsewhere", "arch": ["sm_90a"], "kernels": 9, "bytes": 12_345_678,
+        "packed_bytes": 2_000_000, "forward": dict(STAGE, first_call_seconds=0.123), "training": STAGE,
+    }
+    table = fill_numbers.shipped_table(book)
+    assert "| forward | 6 | 0.050 | 0.12 | 0.50 |" in table
+    assert "| training | 6 | 0.050 |  | 0.50 |" in table
+    assert "built elsewhere: 9 kernels for sm_90a, 12.3 MB, packed 2.0 MB" in table
+
+
+def test_stages_are_processes_of_their_own_with_json_on_their_last_line(monkeypatch):
+    child = "import os, sys; print('noise'); print('{\"place\": \"' + os.environ['QLA_JIT_CACHE_DIR'] + '\"}')"
+    monkeypatch.setattr(cold_start, "__file__", "-c")
+    monkeypatch.setattr(sys, "executable", sys.executable)
+    run = subprocess.run
+
+    def run_code(command, **options):
+        assert command[1:] == ["-c", "--kernels", "3", "--stage", "load"]
+        return run([command[0], "-c", child], **options)
+
+    monkeypatch.setattr(cold_start.subprocess, "run", run_code)
+    assert cold_start.run_stage(["--kernels", "3"], "load", {"QLA_JIT_CACHE_DIR": "/x"}) == json.loads('{"place": "/x"}')
