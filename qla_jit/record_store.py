@@ -12,8 +12,10 @@ a Disk of ours that knows text keys and JSON values only.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -112,6 +114,7 @@ def save_user_records(records: Iterable[Record], *, prefer: Preference = "rigor"
     Raises:
         RecordError: they cannot be kept.
     """
+    _open.cache_clear()                  # what this process has open may have been removed since
     cache = _user_cache(create=True)
     if cache is None:
         raise RecordError("there is no directory to keep records in; set QLA_JIT_CACHE_DIR to a directory of your own")
@@ -186,7 +189,7 @@ def _user_cache(*, create: bool = False) -> diskcache.Cache | None:
     if writable_cache_dir() is None:
         return None
     directory = _user_directory()
-    return _open(directory) if create or (directory / DBNAME).exists() else None
+    return _open(directory) if create or os.path.exists(directory / DBNAME) else None
 
 
 @functools.cache
@@ -194,6 +197,7 @@ def _open(directory: Path) -> diskcache.Cache | None:
     why = refusal(directory)
     if why is None:
         try:
+            _wait_until_free(directory / DBNAME)
             return diskcache.Cache(
                 str(directory),
                 timeout=BUSY_SECONDS,
@@ -203,10 +207,20 @@ def _open(directory: Path) -> diskcache.Cache | None:
                 sqlite_journal_mode="delete",        # the write-ahead log needs shared memory, which network file systems lack
                 sqlite_mmap_size=0,
             )
-        except (OSError, sqlite3.Error, diskcache.Timeout) as error:
+        except Exception as error:       # diskcache trusts what it finds in a damaged database, and stumbles in many ways
             why = str(error)
     _warn_once(f"the tuned records in {directory} cannot be used: {why}")
     return None
+
+
+def _wait_until_free(database: Path) -> None:
+    """diskcache itself would wait for a minute, and that for each of the statements with which it opens a database.
+
+    Raises:
+        sqlite3.Error: another process holds it for longer, or it cannot be used.
+    """
+    with contextlib.closing(sqlite3.connect(database, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
 
 
 # JSON files
@@ -215,7 +229,7 @@ def _open(directory: Path) -> diskcache.Cache | None:
 def _json_directories() -> list[tuple[Layer, Path]]:
     configured: list[tuple[Layer, Path]] = [("directory", path) for path in settings().db_path]
     for _, path in configured:
-        if not path.is_dir():
+        if not os.path.isdir(path):
             _warn_once(f"QLA_JIT_DB_PATH names {path}, which is not a directory that can be read")
     bundled: list[tuple[Layer, Path]] = [("directory", bundle / "records") for bundle in bundle_dirs()]
     return [*configured, *bundled, ("shipped", Path(tuning_db.__path__[0]))]
