@@ -55,7 +55,7 @@ class Removed:
     bytes: int
 
 
-def kernels_in(directory: Path) -> list[CachedKernel]:
+def cached_kernels(directory: Path) -> list[CachedKernel]:
     """The entries of a cache or a bundle. The files are not checked; verify() does that."""
     found = []
     for path in kernel_store.entries_in(directory):

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from . import compiler, record_store
-from .cache_dir import bundle_dirs, cache_dirs, distrust, kernels_in, refusal
+from .cache_dir import bundle_dirs, cache_dirs, distrust, refusal
+from .cache_tools import cached_kernels
 from .settings import VARIABLES, settings
 from .tuning_records import Versions
 
@@ -147,11 +148,13 @@ def _bundles(name: str) -> Finding:
     bad = [why for path in settings().bundle_path if path not in used and (why := distrust(path)) is not None]
     if bad:
         return Finding(name, "failed", "; ".join(bad), "repair QLA_JIT_BUNDLE_PATH or the directories that it names")
-    counts = {path: kernels_in(path) for path in used}
-    found = "; ".join(f"{count} kernels in {path}" for path, count in counts.items()) or "QLA_JIT_BUNDLE_PATH is not set"
-    if 0 in counts.values():
-        return Finding(name, "failed", found, "name the directory that was --out of qla-tune build")
-    return Finding(name, "ok", found)
+    kernels = {path: cached_kernels(path) for path in used}
+    usable = {path: sum(kernel.usable for kernel in found) for path, found in kernels.items()}
+    told = [f"{usable[path]} of {len(found)} kernels in {path} are for these versions" for path, found in kernels.items()]
+    if 0 in usable.values():
+        advice = "name what was --out of qla-tune build, made with the same qla_jit and TileLang on the same kind of machine"
+        return Finding(name, "failed", "; ".join(told), advice)
+    return Finding(name, "ok", "; ".join(told) or "QLA_JIT_BUNDLE_PATH is not set")
 
 
 def _records(name: str) -> Finding:

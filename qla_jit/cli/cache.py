@@ -34,7 +34,7 @@ def ls(directories: Read = None, as_json: AsJson = False) -> ExitCode:
     rows = [
         {"directory": str(directory), **describe(kernel)}
         for directory in _read(directories)
-        for kernel in cache_tools.kernels_in(directory)
+        for kernel in cache_tools.cached_kernels(directory)
     ]
     if as_json:
         print_json(rows)
@@ -62,7 +62,7 @@ def du(directories: Read = None, as_json: AsJson = False) -> ExitCode:
 @cache_verb
 def verify(directories: Read = None, as_json: AsJson = False) -> ExitCode:
     """Compare every kernel in the caches and bundles with its sums; exits with 4 if one is damaged."""
-    entries = [kernel.path for directory in _read(directories) for kernel in cache_tools.kernels_in(directory)]
+    entries = [kernel.path for directory in _read(directories) for kernel in cache_tools.cached_kernels(directory)]
     damaged = [(entry, why) for entry in entries if (why := cache_tools.damage(entry)) is not None]
     if as_json:
         print_json({"kernels": len(entries), "damaged": [{"path": str(entry), "why": why} for entry, why in damaged]})
@@ -92,7 +92,7 @@ def prune(
     place = _changed(directory)
     doomed = [
         kernel
-        for kernel in cache_tools.kernels_in(place)
+        for kernel in cache_tools.cached_kernels(place)
         if (older_than is None or kernel.age_seconds > seconds)
         and (arch is None or (kernel.key is not None and kernel.key.arch == arch))
         and (template is None or (kernel.key is not None and kernel.key.template == template))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_template import TEMPLATE, built, needs_nvcc, request
 
-from qla_jit import bundle, cache_dir, compiler, kernel_cache, kernel_store
+from qla_jit import bundle, bundle_file, cache_dir, compiler, kernel_cache, kernel_store
 from qla_jit.compiler import ARTEFACTS, CompileRequest
 from qla_jit.errors import CompileError, EnvironmentUnsuitable
 from qla_jit.kernel_cache import get, key_of, stats
@@ -90,6 +90,20 @@ def test_a_process_without_nvcc_and_without_a_place_to_write_loads_it_and_writes
     assert child.stdout == f"{kernel_store._entry(places / 'out', key_of(request()))}\n"
     assert child.stderr.count("nothing new is cached on disk") == 1
     assert {path: path.stat().st_mtime_ns for path in (places / "out").rglob("*")} == before
+
+
+def test_a_bundle_that_was_carried_as_one_file_is_loaded_where_nothing_may_be_compiled(places, monkeypatch):
+    monkeypatch.setattr(kernel_cache, "template_sources", lambda: {TEMPLATE.name: TEMPLATE.source_sha256()})
+    bundle.build([request(threads=32), request(threads=64)], places / "out")
+    bundle_file.pack(places / "out", places / "packed.tar.gz")
+    assert bundle_file.install(places / "packed.tar.gz", places / "installed", allow_unsigned=True).usable == 2
+    kernel_cache.clear_memory()
+    monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(places / "server"))
+    monkeypatch.setenv("QLA_JIT_BUNDLE_PATH", str(places / "installed"))
+    monkeypatch.setenv("QLA_JIT_MODE", "require")
+    monkeypatch.setattr(compiler, "find_nvcc", lambda: None)
+    (kernel,) = get([request(threads=64)])
+    assert kernel.directory.is_relative_to(places / "installed")
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o000], ids="{:03o}".format)

@@ -13,7 +13,7 @@ import torch
 import typer
 from records import DEFAULT, H200, entry, negative, problem
 
-from qla_jit import bundle, cache_dir, cli, device, doctor, enumeration, record_store, select, tuning_db
+from qla_jit import bundle, cli, device, doctor, enumeration, record_store, select, tuning_db
 from qla_jit.bundle import Built
 from qla_jit.cli import deployment, options
 from qla_jit.device import GpuInfo
@@ -425,8 +425,8 @@ def options_of(command):
 def test_the_page_for_operators_is_right_about_the_options_and_the_kernels_that_they_make(run, bundles, places):
     page = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text()
     options = options_of(typer.main.get_command(cli.app))
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page))
-    assert named - {"--from", "--read-only", "--user"} <= options        # which are those of containers
+    ours = "\n".join(line for line in page.splitlines() if not re.search(r"SBATCH|srun|COPY --from|--read-only --user", line))
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ours)) <= options
     counts = [int(count) for count in re.search(r"default\nis (\d+) kernels\..* is (\d+)\.", page).groups()]
     build = ["build", *GPU_OPTIONS, "--model", "qwen3.5-27b", "--tp", "2", "--out", places / "out"]
     run(*build)
@@ -477,18 +477,6 @@ def test_doctor_misses_nvcc_only_where_kernels_may_be_compiled(monkeypatch, mode
     monkeypatch.setenv("QLA_JIT_MODE", mode)
     monkeypatch.setattr(doctor.compiler, "find_nvcc", lambda: None)
     assert doctor._nvcc("nvcc").status == status
-
-
-def test_doctor_fails_on_a_bundle_that_is_empty_or_not_trusted(places, monkeypatch):
-    bundle = places / "bundle"
-    assert doctor._bundles("bundles") == Finding("bundles", "ok", "QLA_JIT_BUNDLE_PATH is not set")
-    monkeypatch.setenv("QLA_JIT_BUNDLE_PATH", str(bundle))
-    assert "No such file or directory" in doctor._bundles("bundles").found
-    (bundle / "kernels/ab/abcd/nvcc-13.0.88").mkdir(parents=True)
-    cache_dir._trusted.cache_clear()
-    assert (doctor._bundles("bundles").status, doctor._bundles("bundles").found) == ("failed", f"0 kernels in {bundle}")
-    (bundle / "kernels/ab/abcd/nvcc-13.0.88/manifest.json").touch()
-    assert (doctor._bundles("bundles").status, doctor._bundles("bundles").found) == ("ok", f"1 kernels in {bundle}")
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,19 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 
 import pytest
 import records
+import torch
 from entries import KEY, put
+from tiny_template import built, needs_nvcc, request
 
-from qla_jit import bundle, cache_dir, cache_tools, kernel_store, record_store, tuning_db
+from qla_jit import bundle, cache_dir, cache_tools, doctor, kernel_store, record_store, tuning_db
 from qla_jit.bundle import Built
+from qla_jit.doctor import Finding
+from qla_jit.kernel_cache import key_of
 from qla_jit.tuning_records import load, save_directory
 
 DAY = 86400
@@ -94,6 +99,25 @@ def test_a_file_that_cannot_be_packed_or_found_exits_with_its_reason(run, places
     assert "No such file" in run("install", places / "b.tgz", "--into", places / "x", "--allow-unsigned", code=5)
 
 
+# doctor
+
+
+def test_doctor_fails_on_a_bundle_that_is_empty_not_trusted_or_of_other_versions(places, monkeypatch):
+    bundle = places / "bundle"
+    assert doctor._bundles("bundles") == Finding("bundles", "ok", "QLA_JIT_BUNDLE_PATH is not set")
+    monkeypatch.setenv("QLA_JIT_BUNDLE_PATH", str(bundle))
+    assert "No such file or directory" in doctor._bundles("bundles").found
+    bundle.mkdir()
+    for changes, status, told in (
+        (None, "failed", "0 of 0"), ({"tilelang": "0.0.1"}, "failed", "0 of 1"), ({}, "ok", "1 of 2"),
+    ):
+        if changes is not None:
+            put(bundle, **changes)
+        cache_dir._trusted.cache_clear()
+        found = doctor._bundles("bundles")
+        assert (found.status, found.found) == (status, f"{told} kernels in {bundle} are for these versions")
+
+
 # cache
 
 
@@ -125,7 +149,7 @@ def test_du_counts_every_part(run, cache):
     (cache / "logs" / "a.log").write_text("12345")
     used = {row["part"]: (row["files"], row["bytes"]) for row in run("cache", "du", "--json")}
     assert used["logs"] == (1, 5)
-    assert used["kernels"] == (5, cache_tools.kernels_in(cache)[0].bytes)
+    assert used["kernels"] == (5, cache_tools.cached_kernels(cache)[0].bytes)
     assert used["quarantine"] == (0, 0)
 
 
@@ -191,16 +215,54 @@ def test_prune_leaves_bundles_alone_unless_they_are_named(run, places, monkeypat
 def test_two_that_prune_at_the_same_time_remove_each_kernel_once(cache):
     put(cache)
     put(cache, arch="sm_80")
-    kernels = cache_tools.kernels_in(cache)
+    kernels = cache_tools.cached_kernels(cache)
     assert len(cache_tools.remove(kernels[:1], cache)) == 1
     assert [removed.path for removed in cache_tools.remove(kernels, cache)] == [kernels[1].path]
 
 
 def test_a_reader_that_was_overtaken_by_prune_sees_no_damage(cache):
     put(cache)
-    (kernel,) = cache_tools.kernels_in(cache)
+    (kernel,) = cache_tools.cached_kernels(cache)
     cache_tools.remove([kernel], cache)
     assert cache_tools.damage(kernel.path) is None
+
+
+@needs_nvcc
+def test_a_kernel_that_was_pruned_is_still_loaded_and_who_comes_later_misses_it(cache):
+    key = key_of(request())
+    kernel_store.store(built(), key)
+    kernel = kernel_store.find(key)
+    cache_tools.remove(cache_tools.cached_kernels(cache), cache)
+    with pytest.raises(RuntimeError, match="device_type mismatch, expected cuda"):           # it was entered
+        kernel(torch.ones(3), torch.ones(3), 2.0)
+    assert kernel_store.find(key) is None
+
+
+@needs_nvcc
+def test_readers_and_builders_meet_no_damage_while_a_prune_never_stops(cache, caplog):
+    key, found, ended = key_of(request()), [], threading.Event()
+
+    def prune():
+        while not ended.is_set():
+            cache_tools.remove(cache_tools.cached_kernels(cache), cache)
+            cache_tools.gc(cache)
+
+    def read_or_build():
+        for _ in range(40):
+            found.append(kernel_store.find(key))
+            if found[-1] is None:
+                kernel_store.store(built(), key)
+
+    pruner, readers = threading.Thread(target=prune), [threading.Thread(target=read_or_build) for _ in range(3)]
+    for thread in (pruner, *readers):
+        thread.start()
+    for reader in readers:
+        reader.join()
+    ended.set()
+    pruner.join()
+    assert len(found) == 120
+    assert caplog.text == ""
+    assert not (cache / "quarantine").exists()
 
 
 def test_gc_takes_what_nobody_will_come_back_for(run, cache):
@@ -219,7 +281,7 @@ def test_gc_takes_what_nobody_will_come_back_for(run, cache):
     assert told["removed"] == [str(cache / "quarantine" / "ab-1"), str(abandoned)]
     assert told["bytes"] == len("damaged")
     assert sorted(path.name for path in (cache / "staging").iterdir()) == ["in-flight", "of-a-clock-that-was-set-back"]
-    assert len(cache_tools.kernels_in(cache)) == 1
+    assert len(cache_tools.cached_kernels(cache)) == 1
 
 
 def test_without_a_cache_that_can_be_written_prune_and_gc_say_so(run, monkeypatch):
