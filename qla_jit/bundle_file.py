@@ -17,7 +17,6 @@ import contextlib
 import gzip
 import hashlib
 import importlib.metadata
-import importlib.util
 import io
 import os
 import platform
@@ -37,13 +36,13 @@ from . import kernel_cache, kernel_store
 from .compiler import ARTEFACTS, tilelang_version
 from .errors import BundleError, EnvironmentUnsuitable, RecordError
 from .kernel_store import MANIFEST, FileStamp, KernelKey
+from .signatures import SIGNATURE_BYTES, has_signed, public_key, sign
 from .tuning_records import load
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 SIGNATURE = "manifest.sig"
-SIGNATURE_BYTES = 64
 MAX_MANIFEST_BYTES = 16 << 20            # some 30,000 kernels
 MAX_FILE_BYTES = 256 << 20
 MAX_BYTES = 8 << 30                      # of all files together
@@ -134,7 +133,7 @@ def pack(directory: Path, out: Path, *, signing_key: Path | None = None) -> Pack
         files={name: _stamp(path.read_bytes()) for name, path in contents.items()},
     )
     text = manifest.model_dump_json(indent=1).encode()
-    signature = None if signing_key is None else _sign(text, signing_key)
+    signature = None if signing_key is None else sign(text, signing_key)
     try:
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}.", delete=False) as file:
             try:
@@ -205,7 +204,7 @@ def install(file: Path, directory: Path, *, public_keys: Sequence[Path] = (), al
         BundleError: the bundle is damaged, not trusted or for another system, or something else is in the directory.
         EnvironmentUnsuitable: a key or the package cryptography cannot be used, or a file cannot be read or written.
     """
-    keys = [_public_key(path) for path in public_keys]
+    keys = [public_key(path) for path in public_keys]
     directory = directory.absolute()
     try:
         with file.open("rb") as opened:
@@ -305,7 +304,7 @@ def _check_trust(
         return
     if signature is None:
         raise BundleError("it is not signed, and where public keys are given one of them must have signed it")
-    if not any(_has_signed(key, signature, manifest) for key in keys):
+    if not any(has_signed(key, signature, manifest) for key in keys):
         raise BundleError("its signature is of none of the public keys")
 
 
@@ -319,13 +318,12 @@ def _parsed(manifest: bytes) -> BundleManifest:
 
 
 def _holds(directory: Path, text: bytes, manifest: BundleManifest) -> bool:
-    """Whether this very bundle is installed in a directory, whole."""
+    """Whether this very bundle is installed in a directory, whole, and nothing else."""
     try:
-        return (directory / MANIFEST).read_bytes() == text and all(
-            _stamp((directory / name).read_bytes()) == stamp for name, stamp in manifest.files.items()
-        )
+        there = {path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if not path.is_dir()}
     except OSError:
         return False
+    return there.pop(MANIFEST, None) == text and {name: _stamp(data) for name, data in there.items()} == manifest.files
 
 
 def _usable(directory: Path, manifest: BundleManifest) -> int:
@@ -373,49 +371,3 @@ def _open_to_readers(staging: Path) -> None:
 
 def _stamp(data: bytes) -> FileStamp:
     return FileStamp(size=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-
-# Signatures, by the optional package cryptography
-
-
-def _sign(data: bytes, key_file: Path) -> bytes:
-    _require_cryptography()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    try:
-        key = load_pem_private_key(key_file.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError) as error:        # TypeError: it has a passphrase
-        raise EnvironmentUnsuitable(f"{key_file} cannot be used to sign: {error}") from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise EnvironmentUnsuitable(f"expected an ed25519 private key in {key_file}; got {type(key).__name__}")
-    return key.sign(data)
-
-
-def _public_key(path: Path) -> Ed25519PublicKey:
-    _require_cryptography()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    try:
-        key = load_pem_public_key(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise EnvironmentUnsuitable(f"{path} cannot be used to check signatures: {error}") from None
-    if not isinstance(key, Ed25519PublicKey):
-        raise EnvironmentUnsuitable(f"expected an ed25519 public key in {path}; got {type(key).__name__}")
-    return key
-
-
-def _has_signed(key: Ed25519PublicKey, signature: bytes, data: bytes) -> bool:
-    from cryptography.exceptions import InvalidSignature
-
-    try:
-        key.verify(signature, data)
-    except InvalidSignature:
-        return False
-    return True
-
-
-def _require_cryptography() -> None:
-    if importlib.util.find_spec("cryptography") is None:
-        raise EnvironmentUnsuitable("signatures need the package cryptography, and it is not here: pip install 'qla_jit[sign]'")
