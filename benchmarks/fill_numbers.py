@@ -17,20 +17,28 @@ from typing import Any
 
 import results
 from systems import SYSTEMS
-from workload import HEAD_PAIRS, SEQUENCE_SETS, Row, lengths_name
+from training import TRAINING_SYSTEMS
+from workload import BACKWARD_HEAD_PAIRS, BACKWARD_SEQUENCE_SETS, HEAD_PAIRS, SEQUENCE_SETS, Row, lengths_name
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("README.md", "docs/performance.md", "docs/deployment.md")
 SECTION = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.DOTALL)
+SHAPES = {
+    "forward": (HEAD_PAIRS, SEQUENCE_SETS),
+    "backward": (tuple(sorted(BACKWARD_HEAD_PAIRS)), BACKWARD_SEQUENCE_SETS),
+}
 NOT_MEASURED = "Not measured yet.\n"
 
 
 def main(arguments: Sequence[str]) -> int:
     forward = results.load(results.RESULTS / "h200" / "forward.json")
+    backward = results.load(results.RESULTS / "h200" / "backward.json")
     cold_start = results.load(results.RESULTS / "h200" / "cold_start.json")
     sections = {
-        "forward_summary": forward_summary(forward),
+        "forward_summary": summary("forward", forward),
         "forward_table": forward_table(forward),
+        "backward_summary": summary("backward", backward),
+        "backward_table": backward_table(backward),
         "cold_start_summary": cold_start_table(cold_start, with_protocol=False),
         "cold_start_table": cold_start_table(cold_start, with_protocol=True),
         "shipped_table": shipped_table(cold_start),
@@ -51,21 +59,22 @@ def filled(text: str, sections: dict[str, str]) -> str:
     return SECTION.sub(lambda match: match[1] + sections[match[2]] + match[3], text)
 
 
-def forward_summary(document: dict[str, Any]) -> str:
+def summary(op: str, document: dict[str, Any]) -> str:
     """Milliseconds of qla_jit and, in brackets, how many times faster than the fastest other library, by shape."""
     if not any("qla_jit" in entry["ms"] for entry in document["rows"]):
         return NOT_MEASURED
-    heads = " | ".join(f"H={H}, HV={HV}" for H, HV in HEAD_PAIRS)
-    lines = [f"| sequences | {heads} |", "|---" * (1 + len(HEAD_PAIRS)) + "|"]
-    for seqlens in SEQUENCE_SETS:
-        cells = [summary_cell(results.find_row(document, Row(H, HV, seqlens))) for H, HV in HEAD_PAIRS]
+    head_pairs, sequence_sets = SHAPES[op]
+    heads = " | ".join(f"H={H}, HV={HV}" for H, HV in head_pairs)
+    lines = [f"| sequences | {heads} |", "|---" * (1 + len(head_pairs)) + "|"]
+    for seqlens in sequence_sets:
+        cells = [summary_cell(results.find_row(document, Row(H, HV, seqlens))) for H, HV in head_pairs]
         lines.append(f"| {lengths_name(seqlens)} | " + " | ".join(cells) + " |")
     ratios = [ratio for entry in document["rows"] if (ratio := speed_ratio(entry)) is not None]
     errors = [entry["rel_l2"] for entry in document["rows"] if entry["rel_l2"]]
+    largest = ", ".join(f"{output} {max(error[output] for error in errors):.1e}" for output in results.OUTPUTS[op])
     said = [
-        f"Forward, milliseconds; in brackets the time of the fastest other library over ours. {origin(document)}",
-        f"Largest relative L2 error against float64: o {max(e['o'] for e in errors):.1e}, "
-        f"state {max(e['state'] for e in errors):.1e}.",
+        f"{op.capitalize()}, milliseconds; in brackets the time of the fastest other library over ours. {origin(document)}",
+        f"Largest relative L2 error against float64: {largest}.",
     ]
     if ratios:
         said.insert(1, f"Geometric mean of the brackets: {statistics.geometric_mean(ratios):.2f} over {len(ratios)} rows.")
@@ -88,6 +97,25 @@ def forward_table(document: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     picture = "![Forward time by shape](forward_h200.svg)\n\n"
     return picture + "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
+
+
+def backward_table(document: dict[str, Any]) -> str:
+    """Every number of the document, one line a row; times and memory of all systems in one cell each."""
+    if not document["rows"]:
+        return NOT_MEASURED
+    names = [system.name for system in TRAINING_SYSTEMS]
+    columns = ["H, HV", "sequences", *(f"{what}: {' / '.join(names)}" for what in ("ms", "step ms", "peak MiB"))]
+    columns += [f"error {output}" for output in results.OUTPUTS["backward"]]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for entry in document["rows"]:
+        steps = {name: f"{ms:.3f}" for name, ms in entry["step_ms"].items()}
+        memory = {name: f"{peak / 2**20:.0f}" for name, peak in entry["peak_bytes"].items()}
+        cells = [f"{entry['H']}, {entry['HV']}", lengths_name(tuple(entry["seqlens"]))]
+        cells.append(" / ".join(time_cell(entry, name) or "-" for name in names))
+        cells += [" / ".join(values.get(name, "-") for name in names) for values in (steps, memory)]
+        cells += [f"{entry['rel_l2'][output]:.2e}" if entry["rel_l2"] else "" for output in results.OUTPUTS["backward"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
 
 
 def cold_start_table(document: dict[str, Any], *, with_protocol: bool) -> str:

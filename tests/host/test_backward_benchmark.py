@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_benchmarks import FakeClock, script
 
-backward, forward, results, systems, timing, training, workload = map(
-    script, ("backward", "forward", "results", "systems", "timing", "training", "workload")
+backward, fill_numbers, forward, results, systems, timing, training, workload = map(
+    script, ("backward", "fill_numbers", "forward", "results", "systems", "timing", "training", "workload")
 )
 ROW = workload.Row(2, 4, (65, 3))
 
@@ -72,6 +72,21 @@ def test_a_row_keeps_each_number_by_system():
     assert [problem for problem in results.problems(document) if ROW.name in problem] == []
     row["rel_l2"]["dg"] = float("nan")
     assert any("not a finite number" in problem for problem in results.problems(document))
+
+
+def test_the_tables_show_times_memory_and_errors():
+    document = {"gpu": "NVIDIA H200", "versions": {}, "commit": "abc", "date": "2026-12-01T10:00Z", "protocol": "", "rows": []}
+    row, error = workload.BACKWARD_ROWS[0], dict.fromkeys(training.NAMES, 4e-3) | {"dg": 6e-3}
+    measured = {name: {"ms": ms, "step_ms": 2 * ms, "peak_bytes": 2**30, "rel_l2": error} for name, ms in
+                (("qla_jit", 2.0), ("flash_qla", 3.0))}
+    results.merge_row(document, row, measured=measured | {"fla": {"failed": "no"}}, commit="abc", date="d", op="backward")
+    summary, table = fill_numbers.summary("backward", document), fill_numbers.backward_table(document)
+    assert "2.000 (1.50x)" in summary
+    assert "dq 4.0e-03" in summary
+    assert "dg 6.0e-03" in summary
+    (line,) = (line for line in table.splitlines() if line.startswith("| 16, 64 |"))
+    assert "| 2.000 / 3.000 / failed | 4.000 / 6.000 / - | 1024 / 1024 / - | 4.00e-03 |" in line
+    assert fill_numbers.backward_table({"rows": []}) == fill_numbers.NOT_MEASURED
 
 
 def test_a_run_goes_on_where_the_budget_of_the_last_one_ended():

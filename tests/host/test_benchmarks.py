@@ -265,14 +265,17 @@ def test_a_document_that_may_not_be_published_is_recognised(spoil, problem):
     assert problem in found
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*/forward.json")), ids=lambda p: p.parent.name)
+PUBLISHED = sorted((ROOT / "benchmarks" / "results").glob("*/*ward.json"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_published_documents_are_sound(path):
     assert results.problems(json.loads(path.read_text())) == []
 
 
 def test_the_summary_compares_with_the_fastest_other_library():
     book = document((ROW, measured(0.05, fla=0.082, flash_qla=0.06)), (OTHER_ROW, measured(0.8)))
-    summary = fill_numbers.forward_summary(book)
+    summary = fill_numbers.summary("forward", book)
     assert "0.050 (1.20x)" in summary
     assert "| 0.800 |" in summary
     assert "Geometric mean of the brackets: 1.20 over 1 rows" in summary
