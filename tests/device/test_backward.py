@@ -26,14 +26,14 @@ pytestmark = pytest.mark.gpu
 # Relative L2 error of each gradient: 1.25 times the smaller of FlashQLA's and FLA's. Of dg, that on Qwen's gates: as with them,
 # its terms cancel where a head hardly forgets, and every set of gates here has such heads.
 BOUNDS = {"q": 4.75e-3, "k": 6.5e-3, "v": 5.0e-3, "g": 6.9e-3, "beta": 4.9e-3, "initial_state": 2.9e-3}
-# A sum over all tokens: errors of single tokens average out.
-BOUNDS |= {"A_log": 5e-3, "dt_bias": 5e-3}
+# Sums of dg, times something, over all tokens: errors average out, and so does part of what they are errors of.
+BOUNDS |= {"A_log": 8e-3, "dt_bias": 8e-3}
 # beta = 2 reflects the state and its gradient instead of shrinking them: errors add up, as in the forward (12.3e-3 and 13.3e-3).
 BOUNDS_BETA2 = {name: 2.5 * bound for name, bound in BOUNDS.items()} | {"g": 15e-3, "initial_state": 9e-3}
 # Nearly collinear keys make the entries of the inverse as large as beta; what passes through it has errors as o has.
 BOUNDS_COLLINEAR = BOUNDS | {"q": 12e-3, "v": 18e-3, "beta": 19e-3}
 # Unit rows are rounded to bf16, where the oracle keeps them: one rounding more of every operand, which dg sees twice.
-BOUNDS_L2NORM = {name: 1.25 * bound for name, bound in BOUNDS.items()} | {"g": 9e-3}
+BOUNDS_L2NORM = {name: 1.25 * bound for name, bound in BOUNDS.items()} | {"g": 11e-3}
 # Where zeros are exact, as dk and dv for beta = 0: the error over the norm of do. beta's floor of 2^-14 in fp16 is what is seen.
 BOUND_OF_ZERO = 1e-3
 # Few tokens have few roundings to average over.
