@@ -136,10 +136,10 @@ def chunk_gated_delta_rule_fwd(
     chunk_size: int = 64,
     auto_cp: bool = True,
 ) -> ForwardResult:
-    """chunk_gated_delta_rule without autograd, with what a backward needs: for a caller's own autograd.Function.
+    """chunk_gated_delta_rule without autograd: for a caller's own autograd.Function, whose backward needs the inputs again.
 
-    Arguments and errors are those of chunk_gated_delta_rule. The saved g_sum is in natural-log units, where FLA's is in
-    units of log 2; the two libraries' saved tensors cannot be exchanged. g_sum and A are None unless `chunked` computed the call.
+    Arguments and errors are those of chunk_gated_delta_rule. g_sum is in natural-log units, where FLA's is in units of log 2;
+    the two libraries' saved tensors cannot be exchanged. g_sum and A are None unless `chunked` computed the call.
     """
     inputs = check_inputs(
         q,

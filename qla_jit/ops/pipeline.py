@@ -67,7 +67,7 @@ def choice_for(inputs: CallInputs) -> tuple[select.Dispatch, list[CompileRequest
 
 
 def forward(inputs: CallInputs) -> ForwardResult:
-    """o, the final state, and the chunk-indexed tensors that a backward needs. Launches on the current stream, no sync."""
+    """o and the final state, and what `chunked` makes on the way. Launches on the current stream, no sync."""
     facts = inputs.facts
     if facts.device.index != torch.cuda.current_device():
         with torch.cuda.device(facts.device):

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """The outputs of a forward, and what the strategy `chunked` keeps for a backward; g_sum and A are None from all others."""
+    """The outputs of a forward, and what the strategy `chunked` makes on the way; g_sum and A are None from all others."""
 
     o: torch.Tensor                              # [B, T, HV, V], in q's dtype
     final_state: torch.Tensor | None             # [N, HV, K, V] or V-first; fp32 (fp64 for fp64 inputs); None if not asked for
