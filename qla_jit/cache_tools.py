@@ -89,10 +89,15 @@ def remove(kernels: Iterable[CachedKernel], directory: Path) -> list[Removed]:
         EnvironmentUnsuitable: the directory cannot be written.
     """
     removed = []
+    staging = directory / "staging"
+    has_staging = staging.exists()       # a bundle has none
     try:
+        staging.mkdir(mode=0o700, exist_ok=True)
         for kernel in kernels:
-            if _take_out(kernel.path, directory):
+            if _take_out(kernel.path, staging):
                 removed.append(Removed(kernel.path, kernel.bytes))
+        if not has_staging:
+            staging.rmdir()
     except OSError as error:
         raise EnvironmentUnsuitable(f"{directory} cannot be changed: {error.strerror} at {error.filename}") from None
     return removed
@@ -122,9 +127,7 @@ def gc(directory: Path) -> list[Removed]:
     return removed
 
 
-def _take_out(entry: Path, directory: Path) -> bool:
-    staging = directory / "staging"
-    staging.mkdir(mode=0o700, exist_ok=True)
+def _take_out(entry: Path, staging: Path) -> bool:
     place = staging / _new_name()
     try:
         entry.rename(place)

@@ -69,7 +69,7 @@ def dispatch_differences(
 ) -> tuple[DispatchDifference, ...]:
     """In what the ranks of a group have decided differently; the same answer on each of them, empty if they agree.
 
-    All ranks of the group must call it. Two small collectives, more only if they differ.
+    All ranks of the group must call it. It takes one small collective if they agree, and three if they differ.
 
     Args:
         group: None is the default one. Its backend may be gloo or nccl, which uses the current GPU.

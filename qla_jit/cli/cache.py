@@ -119,6 +119,7 @@ def describe(kernel: CachedKernel) -> dict[str, Any]:
         "config": "" if key is None else _fields(key.config),
         "bytes": kernel.bytes,
         "age": _age(kernel.age_seconds),
+        "age_seconds": round(kernel.age_seconds),
         "usable": "yes" if kernel.usable else "no",
         "path": str(kernel.path),
     }

@@ -134,6 +134,7 @@ def test_ls_has_a_row_for_each_kernel_of_caches_and_bundles(run, places, cache, 
         "template": "l2norm", "arch": "sm_90a", "nvcc": "13.0.88", "problem": "K=128 dtype=bfloat16", "config": "threads=64",
         "age": "3d", "usable": "yes",
     }
+    assert 2.9 * DAY < row["age_seconds"] < 3.1 * DAY
     assert row["bytes"] == sum(file.stat().st_size for file in kernel_store._entry(cache, KEY).iterdir())
     assert sorted((row["template"], row["usable"]) for row in rows.values()) == [
         ("l2norm", "no"), ("l2norm", "yes"), ("l2norm", "yes"), ("unreadable", "no"),
@@ -210,6 +211,7 @@ def test_prune_leaves_bundles_alone_unless_they_are_named(run, places, monkeypat
     assert entry.exists()
     run("cache", "prune", "--template", "l2norm", "--dir", places / "bundle")
     assert not entry.exists()
+    assert [path.name for path in (places / "bundle").iterdir()] == ["kernels"]
 
 
 def test_two_that_prune_at_the_same_time_remove_each_kernel_once(cache):
