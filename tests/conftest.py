@@ -35,6 +35,7 @@ def why_no_gpu() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.timeout(GPU_TEST_SECONDS, method="thread"))
+            # Without fixtures: some compile the kernels of a whole module, and compiling has a watchdog of its own.
+            item.add_marker(pytest.mark.timeout(GPU_TEST_SECONDS, method="thread", func_only=True))
             if reason := why_no_gpu():
                 item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
