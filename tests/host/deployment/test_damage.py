@@ -15,7 +15,7 @@ from qla_jit.kernel_store import MANIFEST
 
 @pytest.fixture
 def entry(node):
-    assert_served(node.run(ask), compiles=1)
+    node.fill()
     return node.entry()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from faults import inject
-from node import Node, Outcome, ask, assert_entries_are_whole, assert_nothing_is_in_staging, assert_served, right
+from node import Node, Outcome, ask, ask_twice, assert_entries_are_whole, assert_nothing_is_in_staging, assert_served, right
 
 from qla_jit import compiler, kernel_store
 from qla_jit.errors import CompileError
@@ -39,27 +39,23 @@ class Scenario:
     may_compile: bool = True             # otherwise a fault that lasts may be an error
 
 
-def warm(node: Node) -> None:
-    assert_served(node.run(ask), compiles=1)
-
-
 def damaged(node: Node) -> None:
-    warm(node)
+    node.fill()
     os.truncate(node.entry() / compiler.EXECUTABLE, 3)
 
 
 def require(node: Node) -> None:
-    warm(node)
+    node.fill()
     node.environment["QLA_JIT_MODE"] = "require"
 
 
 def no_nvcc(node: Node) -> None:
-    warm(node)
+    node.fill()
     node.environment["CUDA_HOME"] = "/nowhere"
 
 
 def bundle(node: Node) -> None:
-    warm(node)
+    node.fill()
     (node.root / "bundle").mkdir(mode=0o755)
     (node.cache / "kernels").rename(node.root / "bundle" / "kernels")
     node.environment["QLA_JIT_BUNDLE_PATH"] = str(node.root / "bundle")
@@ -67,7 +63,7 @@ def bundle(node: Node) -> None:
 
 SCENARIOS = (
     Scenario("empty", lambda node: None, compiles=1),
-    Scenario("warm", warm),
+    Scenario("warm", Node.fill),
     Scenario("damaged", damaged, compiles=1, damaged=1),
     Scenario("require", require, may_compile=False),
     Scenario("no-nvcc", no_nvcc, may_compile=False),
@@ -99,8 +95,9 @@ def assert_nothing_is_lost(node: Node, scenario: Scenario) -> None:
     """What was there before the fault is still there, and once the disk is well everything is as if nothing had been."""
     node.environment.pop("QLA_JIT_MODE", None)
     assert_entries_are_whole(node)
-    assert_served(node.run(ask), compiles=None if scenario.compiles else 0)
-    assert_served(node.run(ask), compiles=0)
+    outcome = node.run(ask_twice)
+    assert_served(outcome)
+    assert outcome.compiles <= scenario.compiles
 
 
 def survive_a_fault_that_passes(new_node: Callable[[], Node], scenario: Scenario, error_of: Callable[[int], int]) -> None:
@@ -253,7 +250,7 @@ def test_where_nothing_can_be_written_and_nothing_is_built_the_error_says_what_t
     assert len(outcome.warnings) == 1
 
 
-@pytest.mark.parametrize("prepare", [lambda node: None, warm], ids=["its-own", "a-winner's"])
+@pytest.mark.parametrize("prepare", [lambda node: None, Node.fill], ids=["its-own", "a-winner's"])
 def test_an_entry_that_was_published_and_stays_invisible_costs_no_warning(node, prepare):
     prepare(node)
 
