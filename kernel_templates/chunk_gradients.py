@@ -41,12 +41,13 @@ class Problem:
     dtype: str
     packed: bool
     index_dtype: str
+    states_v_first: bool                 # states and their gradients are [slots, HV, V, K]
 
 
 @dataclass(frozen=True)
 class Config:
     block_v: int = knob(32, 64, 128, why="columns of V, dO, S and dS' in shared memory at a time")
-    threads: int = knob(128, 256, 512, why="five accumulators of C x block_k beside two of C x C: 512 hold them without spilling")
+    threads: int = knob(128, 256, 512, why="for seven accumulators; on an H200 256 take 1.33 ms where 512 take 1.72")
     stages: int = knob(0, 1, 2, why="blocks of values in flight; 0: no pipeline, for chips without bulk copies")
 
 
@@ -70,6 +71,10 @@ def block_k(problem: Problem) -> int:
 LOADED_TILES = 5                         # of what is loaded for a block of values
 
 
+def state_shape(problem: Problem, config: Config) -> tuple[int, int]:
+    return (config.block_v, block_k(problem)) if problem.states_v_first else (block_k(problem), config.block_v)
+
+
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
     C, K, block_v, dtype = problem.C, padded_keys(problem), config.block_v, problem.dtype
     stages = max(config.stages, 1)
@@ -77,8 +82,8 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
         Buffer("do_tile", (C, block_v), dtype, stages),
         Buffer("dw_tile", (C, block_v), dtype, stages),
         Buffer("v_new_tile", (C, block_v), dtype, stages),
-        Buffer("state_tile", (block_k(problem), block_v), dtype, stages),
-        Buffer("state_gradient_tile", (block_k(problem), block_v), dtype, stages),
+        Buffer("state_tile", state_shape(problem, config), dtype, stages),
+        Buffer("state_gradient_tile", state_shape(problem, config), dtype, stages),
         Buffer("q_tile", (C, K), dtype),
         Buffer("k_tile", (C, K), dtype),
         Buffer("dp_tile", (C, C), dtype),
@@ -126,7 +131,7 @@ def pipeline_has_bulk_copies(problem: Problem, config: Config, arch: Arch) -> Re
 
 def default_config(problem: Problem, arch: Arch) -> Config:
     widest = 32 if problem.V % 64 else 64
-    threads = 512 if problem.C == 64 else 256
+    threads = 256
     for config in (Config(v, threads, stages) for v in (widest, 32) for stages in (2, 1, 0)):
         if TEMPLATE.rejection(problem, config, arch) is None:
             break
@@ -168,7 +173,7 @@ class Sums:
     scores: object
     product: object                      # dW o V_new, summed over values
     strength: object
-    overlap: object                      # S o dS', summed over values, then over keys
+    overlap: object                      # S o dS', summed over one of its dims, then over the other
     overlap_rows: object
     overlap_sum: object
     rows: object
@@ -183,13 +188,14 @@ def clear_head(sums):
 
 
 @macro
-def add_values(tiles, sums):
+def add_values(problem, tiles, sums):
     # the products that run over values, for one block of them
     T.gemm(tiles.do, tiles.v_new, sums.dp, transpose_B=True)
     T.gemm(tiles.dw, tiles.v_new, sums.dm, transpose_B=True)
-    T.gemm(tiles.do, tiles.state, sums.dq_state, transpose_B=True)
-    T.gemm(tiles.v_new, tiles.state_gradient, sums.dk_state, transpose_B=True)
-    T.gemm(tiles.dw, tiles.state, sums.dk_erase, transpose_B=True)
+    keys_first = not problem.states_v_first
+    T.gemm(tiles.do, tiles.state, sums.dq_state, transpose_B=keys_first)
+    T.gemm(tiles.v_new, tiles.state_gradient, sums.dk_state, transpose_B=keys_first)
+    T.gemm(tiles.dw, tiles.state, sums.dk_erase, transpose_B=keys_first)
     for i, j in T.Parallel(*sums.product.shape):
         sums.product[i, j] = T.cast(tiles.dw[i, j], "float32") * T.cast(tiles.v_new[i, j], "float32")
     T.reduce_sum(sums.product, sums.strength, dim=1, clear=False)
@@ -262,6 +268,7 @@ def gate_gradients(valid, first_k, tiles, sums):
 def build(problem: Problem, config: Config):
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
     block_v, keys, columns, group = config.block_v, block_k(problem), padded_keys(problem), HV // H
+    dims = (V, K) if problem.states_v_first else (K, V)
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
 
     @T.prim_func
@@ -271,8 +278,8 @@ def build(problem: Problem, config: Config):
         v_new: T.Tensor((slots, HV, C, V), dtype),
         dv: T.Tensor((B, tokens, HV, V), dtype),
         do: T.Tensor((B, tokens, HV, V), dtype),
-        states: T.Tensor((slots, HV, K, V), dtype),
-        state_gradients: T.Tensor((slots, HV, K, V), dtype),
+        states: T.Tensor((slots, HV, *dims), dtype),
+        state_gradients: T.Tensor((slots, HV, *dims), dtype),
         g_sum: T.Tensor((slots, HV, C), "float32"),
         beta_chunks: T.Tensor((slots, HV, C), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
@@ -292,8 +299,8 @@ def build(problem: Problem, config: Config):
                 *(T.alloc_fragment((C, C), "float32") for _ in range(3)),
                 T.alloc_fragment((C, block_v), "float32"),
                 T.alloc_fragment((C,), "float32"),
-                T.alloc_fragment((keys, block_v), "float32"),
-                T.alloc_fragment((keys,), "float32"),
+                T.alloc_fragment(state_shape(problem, config), "float32"),
+                T.alloc_fragment(state_shape(problem, config)[:1], "float32"),
                 T.alloc_fragment((1,), "float32"),
                 T.alloc_fragment((C,), "float32"),
                 T.alloc_fragment((1,), "float32"),
@@ -325,12 +332,12 @@ def build(problem: Problem, config: Config):
                             T.copy(do[row, start : start + C, head, first_v : first_v + block_v], tiles.do)
                             T.copy(dv[row, start : start + C, head, first_v : first_v + block_v], tiles.dw)
                             T.copy(v_new[slot, head, 0:C, first_v : first_v + block_v], tiles.v_new)
-                            T.copy(states[slot, head, first_k : first_k + keys, first_v : first_v + block_v], tiles.state)
-                            T.copy(
-                                state_gradients[slot, head, first_k : first_k + keys, first_v : first_v + block_v],
-                                tiles.state_gradient,
-                            )
-                            add_values(tiles, sums)
+                            for source, tile in ((states, tiles.state), (state_gradients, tiles.state_gradient)):
+                                if problem.states_v_first:
+                                    T.copy(source[slot, head, first_v : first_v + block_v, first_k : first_k + keys], tile)
+                                else:
+                                    T.copy(source[slot, head, first_k : first_k + keys, first_v : first_v + block_v], tile)
+                            add_values(problem, tiles, sums)
                         score_gradients(valid, scale, tiles, sums)
                         add_head(scale, first_k, tiles, sums)
                         gate_gradients(valid, first_k, tiles, sums)

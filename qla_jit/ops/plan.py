@@ -151,7 +151,7 @@ def backward_steps(facts: CallFacts) -> dict[str, Step]:
         "triangular_solve": steps["triangular_solve"],
         "state_scan": Step(state_scan.TEMPLATE, dataclasses.replace(scan, has_final_state=False)),
         "state_gradient_scan": Step(state_gradient_scan.TEMPLATE, gradient_scan),
-        "chunk_gradients": Step(chunk_gradients.TEMPLATE, chunk_gradients.Problem(**dims)),
+        "chunk_gradients": Step(chunk_gradients.TEMPLATE, chunk_gradients.Problem(**dims, states_v_first=False)),
     }
     if facts.use_qk_l2norm_in_kernel:
         problem = l2norm_backward.Problem(K=facts.K, dtype=_NAMES[facts.dtype])

@@ -17,7 +17,9 @@ from qla_jit.kernel_templates import (
     gate_cumsum,
     l2norm,
     l2norm_backward,
+    register_gradient_scan,
     register_state_forward,
+    register_state_scan,
     segment_plan,
     segment_scan,
     segment_states,
@@ -45,8 +47,15 @@ CHUNKS = dict(C=64, dtype="bfloat16", packed=True, index_dtype="int32")
 # Bytes of registers that one thread may spill. The solve keeps a column of 64 in registers and trades spills for blocks in
 # flight; in every other kernel a spill would sit in the matrix loop.
 # Single warps of the register-state kernels have 24 registers and spill outside of their loops, about 200 and 40 bytes.
-# chunk_gradients has seven accumulators and 96 registers: it spills between its products.
-SPILL_BOUND = {"triangular_solve": 256, "register_state_forward": 256, "segment_scan": 64, "chunk_gradients": 256}
+# chunk_gradients has seven accumulators: it spills between its products.
+SPILL_BOUND = {
+    "triangular_solve": 256,
+    "register_state_forward": 256,
+    "segment_scan": 64,
+    "register_state_scan": 64,
+    "register_gradient_scan": 256,
+    "chunk_gradients": 256,
+}
 
 
 def gates(**changes: Any) -> gate_cumsum.Problem:
@@ -74,7 +83,7 @@ def gradient_scan(K: int, V: int, **changes: Any) -> state_gradient_scan.Problem
 
 
 def gradients(K: int, V: int, **changes: Any) -> chunk_gradients.Problem:
-    return chunk_gradients.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | changes)
+    return chunk_gradients.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | dict(states_v_first=False) | changes)
 
 
 GATES = dict(gate_dtype="float32", gate_in_kernel=True, has_dt_bias=True)
@@ -84,6 +93,16 @@ UNTYPED = {name: value for name, value in CHUNKS.items() if name != "dtype"}
 def rest_of_forward(V: int = 128, **changes: Any) -> register_state_forward.Problem:
     states = dict(initial_state_dtype="float32", has_final_state=True, state_v_first=False)
     return register_state_forward.Problem(H=2, HV=6, K=128, V=V, **CHUNKS | GATES | states | changes)
+
+
+def states_again(V: int = 128, **changes: Any) -> register_state_scan.Problem:
+    states = dict(initial_state_dtype="float32", state_v_first=False)
+    return register_state_scan.Problem(H=2, HV=6, K=128, V=V, **CHUNKS | GATES | states | changes)
+
+
+def states_backwards(V: int = 128, **changes: Any) -> register_gradient_scan.Problem:
+    states = dict(has_final_state_gradient=True, has_initial_state=True, state_v_first=False)
+    return register_gradient_scan.Problem(H=2, HV=6, K=128, V=V, **CHUNKS | GATES | states | changes)
 
 
 def segments(V: int = 128, **changes: Any) -> segment_scan.Problem:
@@ -150,7 +169,10 @@ COMPILED = [
     (segment_states.TEMPLATE, boundaries()),
     (state_gradient_scan.TEMPLATE, gradient_scan(128, 128)),
     (chunk_gradients.TEMPLATE, gradients(128, 128)),
+    (chunk_gradients.TEMPLATE, gradients(128, 128, states_v_first=True)),
     (l2norm_backward.TEMPLATE, l2norm_backward.Problem(128, "bfloat16")),
+    (register_state_scan.TEMPLATE, states_again()),
+    (register_gradient_scan.TEMPLATE, states_backwards()),
 ]
 
 

@@ -1,0 +1,157 @@
+"""What the register-state scans of the backward add to register_roles: states as outputs, and Gamma o Ab."""
+
+from ..language import T, macro
+from .register_roles import (
+    GAMMA,
+    GAMMA_SCALED,
+    GATE_STAGES,
+    HALF,
+    LOG_GAMMA,
+    RESCALE_BELOW,
+    ROWS,
+    TO_END,
+    fetch_gate,
+    log2_decay,
+    signal,
+    wait_free,
+)
+from .register_tiles import PRELUDE as TILES
+from .register_tiles import to_registers
+
+PRELUDE = TILES + r"""
+// A swizzled 64 x 64 tile of bf16 into the registers of an accumulator.
+QLA_DEVICE void qla_load_tile(float* x, const void* tile, int offset) {
+  QLA_UNROLL for (int i = 0; i < 4; ++i) {
+    unsigned v[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(qla_shared(tile, offset ^ (i << 5))));
+    QLA_UNROLL for (int j = 0; j < 4; ++j) {
+      x[8 * i + 2 * j] = __uint_as_float(v[j] << 16);
+      x[8 * i + 2 * j + 1] = __uint_as_float(v[j] & 0xffff0000u);
+    }
+  }
+}
+// x = factor(column) * x; the first 8 column factors are in registers, the others still in shared memory.
+QLA_DEVICE void qla_scale_columns(float* x, const float* factor, const float* shared_factor) {
+  QLA_UNROLL for (int i = 0; i < 8; ++i) {
+    float f[2];
+    if (i < 4) { f[0] = factor[2 * i]; f[1] = factor[2 * i + 1]; } else qla_load_pair(f, shared_factor + 8 * i);
+    QLA_UNROLL for (int h = 0; h < 2; ++h) { x[4 * i + 2 * h] *= f[0]; x[4 * i + 2 * h + 1] *= f[1]; }
+  }
+}
+// out = factor(column) * x, both bf16.
+QLA_DEVICE void qla_scale_column_pairs(const void* from, void* to, const float* shared_factor) {
+  const unsigned* x = (const unsigned*)from;
+  unsigned* out = (unsigned*)to;
+  QLA_UNROLL for (int i = 0; i < 8; ++i) {
+    float f[2];
+    qla_load_pair(f, shared_factor + 8 * i);
+    QLA_UNROLL for (int h = 0; h < 2; ++h) {
+      unsigned pair = x[2 * i + h];
+      out[2 * i + h] = qla_pack(f[0] * __uint_as_float(pair << 16), f[1] * __uint_as_float(pair & 0xffff0000u));
+    }
+  }
+}
+// out = x in bf16, and x = -factor(column) * x in bf16.
+QLA_DEVICE void qla_keep_and_erase(const float* x, void* kept, void* erased, const float* shared_factor) {
+  unsigned *k = (unsigned*)kept, *e = (unsigned*)erased;
+  QLA_UNROLL for (int i = 0; i < 8; ++i) {
+    float f[2];
+    qla_load_pair(f, shared_factor + 8 * i);
+    QLA_UNROLL for (int h = 0; h < 2; ++h) {
+      const float* v = x + 4 * i + 2 * h;
+      k[2 * i + h] = qla_pack(v[0], v[1]);
+      e[2 * i + h] = qla_pack(-f[0] * v[0], -f[1] * v[1]);
+    }
+  }
+}
+// factor * accumulator in bf16 into a swizzled 64 x 64 tile; the accumulator stays as it is.
+QLA_DEVICE void qla_store_scaled(const float* x, void* tile, int offset, float factor) {
+  QLA_UNROLL for (int i = 0; i < 4; ++i) {
+    const float* v = x + 8 * i;
+    qla_store_matrix(tile, offset ^ (i << 5), qla_pack(factor * v[0], factor * v[1]), qla_pack(factor * v[2], factor * v[3]),
+                     qla_pack(factor * v[4], factor * v[5]), qla_pack(factor * v[6], factor * v[7]));
+  }
+}
+"""
+
+
+@macro
+def decay_inverse(tiles, stage, product_stage, registers, lane_offset, row_factor, column_factor, warp, diagonal):
+    # G = Gamma o Ab; above the diagonal Gamma may overflow, so it is masked
+    T.call_extern(
+        "handle", "qla_load_tile", T.address_of(registers[0]), T.access_ptr(tiles.Ab[stage, 0, 0], "r", HALF * HALF), lane_offset
+    )
+    T.call_extern(
+        "handle", "qla_decay_and_store", T.address_of(registers[0]), T.access_ptr(tiles.G[product_stage, 0, 0], "r", HALF * HALF),
+        lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), 0.0, warp, diagonal,
+    )  # fmt: skip
+
+
+@macro
+def diagonal_mask(lane):
+    # of a pair of columns on the diagonal block: which half is on or below it
+    column = 2 * (lane % 4)
+    mask = T.alloc_var("uint32")
+    mask = T.if_then_else(lane // 4 >= column, T.uint32(0xFFFF), T.uint32(0)) + T.if_then_else(
+        lane // 4 >= column + 1, T.uint32(0xFFFF0000), T.uint32(0)
+    )
+    return mask
+
+
+@macro
+def emit_state(tiles, half, parity, state, registers, lane_offset, factor):
+    # the state as it is before a chunk, once the store of the one before has read the tiles
+    to_registers(ROWS, 2 * HALF, state, registers)
+    T.barrier_wait(tiles.barriers["s_free"][half], parity)
+    for part in T.unroll(2):
+        T.call_extern(
+            "handle", "qla_store_scaled", T.address_of(registers[part * 32]),
+            T.access_ptr(tiles.s[2 * half + part, 0, 0], "r", HALF * HALF), lane_offset, factor,
+        )  # fmt: skip
+    T.barrier_arrive(tiles.barriers["s_full"][half])
+
+
+# Rows of the gates tile of a scan that runs backwards over tokens i: gamma 2^-c' for dU, (gamma_L / gamma) 2^c for K dS',
+# scale gamma 2^-c' for dO; the last row, log2 gamma, is that of register_roles. The state is 2^c times the accumulators before
+# the chunk, and 2^c' times those behind it.
+ERASE, FROM_END, READ = GAMMA, TO_END, GAMMA_SCALED
+
+
+@macro
+def sum_gates_backwards(problem, row, first, end, chunks, head, lane, scale, g, A_log, dt_bias, tiles, i):
+    """gamma and its relatives of the chunks of one item, the last chunk first. i counts chunks of the block."""
+    C, gates, state_scale, barriers = problem.C, tiles.gates, tiles.state_scale, tiles.barriers
+    c = T.alloc_var("float32")
+    c_next = T.alloc_var("float32")
+    sums = T.alloc_local((3,), "float32")
+    upper = T.alloc_local((1,), "float32")
+    low = T.alloc_local((1,), "float32")
+    high = T.alloc_local((1,), "float32")
+    c = 0.0
+    token = T.alloc_var("int32")
+    token = first + (chunks - 1) * C + lane
+    fetch_gate(row, token, end, head, g, low)
+    fetch_gate(row, token + 32, end, head, g, high)
+    for j in T.serial(chunks):
+        stage = (i + j) % GATE_STAGES
+        log2_decay(problem, token, end, head, A_log, dt_bias, low, sums)
+        log2_decay(problem, token + 32, end, head, A_log, dt_bias, high, upper)
+        sums[1] = upper[0]
+        token = T.max(token - C, first + lane)           # behind the first chunk it is not used
+        fetch_gate(row, token, end, head, g, low)
+        fetch_gate(row, token + 32, end, head, g, high)
+        T.call_extern("handle", "qla_scan64", T.address_of(sums[0]))
+        wait_free(barriers, "gates", GATE_STAGES, i + j)
+        c_next = c + sums[2]
+        if lane == 0:
+            state_scale[stage, 0] = T.if_then_else(c_next < RESCALE_BELOW, T.exp2(c_next), 1.0)
+            state_scale[stage, 1] = T.if_then_else(c_next < RESCALE_BELOW, 1.0, T.exp2(c_next))
+        c_next = T.if_then_else(c_next < RESCALE_BELOW, 0.0, c_next)
+        for e in T.unroll(2):
+            gates[stage, LOG_GAMMA, e * 32 + lane] = sums[e]
+            gates[stage, FROM_END, e * 32 + lane] = T.exp2(sums[2] - sums[e] + c)
+            gates[stage, ERASE, e * 32 + lane] = T.exp2(sums[e] - c_next)
+            gates[stage, READ, e * 32 + lane] = T.exp2(sums[e] - c_next) * scale
+        c = c_next
+        signal(barriers, "gates_full", GATE_STAGES, i + j)

@@ -1,0 +1,521 @@
+"""The gradient of the state after each chunk, of the values and of the initial state, with that gradient in registers.
+
+As state_gradient_scan. With G = Gamma o Ab, P = scale Gamma o lower(Q K^T), gamma = exp(g), from the last chunk to the first:
+
+    dV_new = (gamma_L / gamma) o (K dS') + P^T dO
+    dW     = G^T dV_new                                 the gradient of V, [B, T, HV, V]
+    dS     = gamma_L dS' - K^T (gamma o dW) + scale Q^T (gamma o dO)
+
+dS' of chunk j is kept as state_gradients[slot(j)], transposed: [slots, HV, V, K]. Two warpgroups hold dS transposed, as
+register_state_forward holds S, and rescale it as rarely. A third makes P and G one chunk ahead, single warps load, sum the
+gates and store. The last product does not wait for the others: dO and Q are there before the chunk begins.
+"""
+
+from dataclasses import dataclass
+
+from .arch import Arch
+from .contract import Buffer, Role, Template, knob
+from .language import T, macro
+from .macros.register_outputs import (
+    ERASE,
+    FROM_END,
+    PRELUDE,
+    READ,
+    decay_inverse,
+    diagonal_mask,
+    emit_state,
+    sum_gates_backwards,
+)
+from .macros.register_roles import (
+    AUX,
+    GATE_STAGES,
+    HALF,
+    LOADERS,
+    LOG_GAMMA,
+    ROWS,
+    STATE,
+    TO_END,
+    WARP,
+    Walk,
+    allocate,
+    allow_register_indices,
+    bounds_of,
+    load_rows,
+    shapes_are_covered,
+    signal,
+    wait_free,
+    wait_full,
+)
+from .macros.register_tiles import from_registers, row_lane_offset, to_registers, transposed_lane_offset
+
+
+@dataclass(frozen=True)
+class Problem:
+    H: int
+    HV: int
+    K: int
+    V: int
+    C: int
+    dtype: str
+    gate_dtype: str
+    packed: bool
+    index_dtype: str
+    has_final_state_gradient: bool       # else it is zero
+    has_initial_state: bool              # whose gradient is then wanted
+    state_v_first: bool                  # gradients of initial and final state are [N, HV, V, K]
+    gate_in_kernel: bool
+    has_dt_bias: bool
+
+    split = False                        # what register_roles asks of a problem: places are sequences
+
+
+@dataclass(frozen=True)
+class Config:
+    key_stages: int = knob(2, 3, why="chunks of Q and of K in flight; 3 of both do not fit")
+    product_stages: int = knob(1, 2, why="P and G made ahead of the state")
+
+
+def arguments(problem: Problem) -> tuple[str, ...]:
+    return (
+        "q", "k", "do", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "final_state_gradient", "state_gradients", "dv",
+        "initial_state_gradient", "scale", "log2_scale", "blocks",
+    )  # fmt: skip
+
+
+def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
+    C, K, dtype = problem.C, problem.K, problem.dtype
+    return (
+        Buffer("q", (C, K), dtype, config.key_stages),
+        Buffer("k", (C, K), dtype, config.key_stages),
+        Buffer("do", (C, ROWS), dtype, 2),
+        Buffer("Ab", (C, C), dtype, 2),
+        Buffer("P", (C, C), dtype, config.product_stages),
+        Buffer("G", (C, C), dtype, config.product_stages),
+        Buffer("dw", (C, HALF), dtype, 2),               # one for each state warpgroup
+        Buffer("s", (HALF, HALF), dtype, 4),             # two for each state warpgroup
+        Buffer("gates", (4, C), "float32", GATE_STAGES),
+        Buffer("state_scale", (2,), "float32", GATE_STAGES),
+    )
+
+
+def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
+    return (STATE, AUX, LOADERS)
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    return Config(key_stages=2, product_stages=2)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The shared tiles and their barriers."""
+
+    q: object
+    k: object
+    do: object
+    Ab: object
+    P: object
+    G: object
+    dw: object
+    s: object
+    gates: object
+    state_scale: object
+    barriers: dict
+
+
+def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
+    """Arrivals and stages of each barrier. A tile is full when its writers say so, free when its readers do."""
+    warp, state, aux = WARP, STATE.threads, AUX.threads
+    return {
+        "q_full": (warp, config.key_stages),
+        "q_free": (state + aux, config.key_stages),
+        "k_full": (warp, config.key_stages),
+        "k_free": (state + aux, config.key_stages),
+        "do_full": (warp, 2),
+        "do_free": (state, 2),
+        "Ab_full": (warp, 2),
+        "Ab_free": (aux, 2),
+        "gates_full": (warp, GATE_STAGES),
+        "gates_free": (state + aux, GATE_STAGES),
+        "products_full": (aux, config.product_stages),   # P, G, and through the aux warpgroup the gates
+        "products_free": (state, config.product_stages),
+        "dw_full": (state // 2, 2),
+        "dw_free": (warp, 2),
+        "s_full": (state // 2, 2),
+        "s_free": (warp, 2),
+        "tail_landed": (warp, 3),                         # a ragged chunk's K, Q and dO, before their foreign rows are zeroed
+    }
+
+
+@macro
+def read_state(problem, n, head, first_v, final_state_gradient, state):
+    T.clear(state)
+    if problem.has_final_state_gradient:
+        for a, b in T.Parallel(ROWS, problem.K):
+            if problem.state_v_first:
+                state[a, b] = final_state_gradient[n, head, first_v + a, b]
+            else:
+                state[a, b] = final_state_gradient[n, head, b, first_v + a]
+
+
+@macro
+def write_state(problem, n, head, first_v, state, initial_state_gradient):
+    for a, b in T.Parallel(ROWS, problem.K):
+        if problem.state_v_first:
+            initial_state_gradient[n, head, first_v + a, b] = state[a, b]
+        else:
+            initial_state_gradient[n, head, b, first_v + a] = state[a, b]
+
+
+@macro
+def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient):
+    # dV_new = (gamma_L / gamma) o (K dS') + P^T dO;  dW = G^T dV_new
+    # dS <- gamma_L dS' - K^T (gamma o dW) + scale Q^T (gamma o dO), all transposed
+    problem, C, K = walk.problem, walk.problem.C, walk.problem.K
+    rows_policy = T.GemmWarpPolicy.FullRow
+    state = T.alloc_fragment((ROWS, K), "float32")
+    operand = T.alloc_fragment((ROWS, K), problem.dtype)
+    u = T.alloc_fragment((ROWS, C), "float32")
+    dw = T.alloc_fragment((ROWS, C), "float32")
+    values = T.alloc_fragment((ROWS, C), problem.dtype)
+    output = T.alloc_fragment((ROWS, C), problem.dtype)
+    decayed = T.alloc_fragment((ROWS, C), problem.dtype)
+    erased = T.alloc_fragment((ROWS, C), problem.dtype)
+    do_registers = T.alloc_local((32,), problem.dtype)
+    decayed_registers = T.alloc_local((32,), problem.dtype)
+    erased_registers = T.alloc_local((32,), problem.dtype)
+    dw_registers = T.alloc_local((32,), problem.dtype)
+    u_registers = T.alloc_local((32,), "float32")
+    s_registers = T.alloc_local((64,), "float32")
+    state_scale = T.alloc_local((2,), "float32")
+    factor = T.alloc_local((16,), "float32")
+    half = thread // 128
+    lane = thread % 32
+    column = 2 * (lane % 4)
+    lane_offset = T.alloc_var("int32")
+    lane_offset = transposed_lane_offset(thread)
+    row_offset = T.alloc_var("int32")
+    row_offset = row_lane_offset(thread)
+    i = T.alloc_var("int32")             # chunks since the block began
+    i = 0
+    for step in T.serial(walk.steps):
+        place, head, part = walk.coordinates(step)
+        n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
+        chunks = T.alloc_var("int32")
+        chunks = T.max(T.ceildiv(length, C), 0)
+        read_state(problem, n, head, part * ROWS, final_state_gradient, state)
+        T.copy(state, operand)
+        state_scale[1] = 1.0
+        # No product may be in flight across the back edge: ptxas would serialise every wgmma of the kernel (C7514).
+        for j in T.serial(chunks):
+            key_stage = i % config.key_stages
+            stage = i % config.product_stages
+            gate_stage = i % GATE_STAGES
+            wait_full(tiles.barriers, "k", config.key_stages, i)
+            T.wgmma_gemm(operand, tiles.k[key_stage, :, :], u, transpose_B=True, clear_accum=True, policy=rows_policy)
+            emit_state(tiles, half, (i + 1) % 2, state, s_registers, row_offset, state_scale[1])
+            wait_full(tiles.barriers, "do", 2, i)
+            T.call_extern(
+                "handle", "qla_load_transposed", T.address_of(do_registers[0]),
+                T.access_ptr(tiles.do[i % 2, 0, half * HALF], "r", C), lane_offset,
+            )  # fmt: skip
+            signal(tiles.barriers, "do_free", 2, i)
+            wait_full(tiles.barriers, "products", config.product_stages, i)
+            T.call_extern(
+                "handle", "qla_load_pair", T.address_of(state_scale[0]), T.access_ptr(tiles.state_scale[gate_stage, 0], "r", 2)
+            )
+            T.call_extern(
+                "handle", "qla_scale_column_pairs", T.address_of(do_registers[0]), T.address_of(decayed_registers[0]),
+                T.access_ptr(tiles.gates[gate_stage, READ, column], "r", 1),
+            )  # fmt: skip
+            from_registers(ROWS, C, decayed_registers, decayed)
+            from_registers(ROWS, C, do_registers, output)
+            T.call_extern(
+                "handle", "qla_load_first_columns", T.address_of(factor[0]),
+                T.access_ptr(tiles.gates[gate_stage, FROM_END, column], "r", 1),
+            )  # fmt: skip
+            if state_scale[0] != 1.0:
+                for a, b in T.Parallel(ROWS, K):
+                    state[a, b] *= state_scale[0]
+            wait_full(tiles.barriers, "q", config.key_stages, i)
+            T.wgmma_gemm(decayed, tiles.q[key_stage, :, :], state, policy=rows_policy)
+            T.wait_wgmma(1)              # K dS' is there
+            to_registers(ROWS, C, u, u_registers)
+            T.call_extern(
+                "handle", "qla_scale_columns", T.address_of(u_registers[0]), T.address_of(factor[0]),
+                T.access_ptr(tiles.gates[gate_stage, FROM_END, column], "r", 1),
+            )  # fmt: skip
+            from_registers(ROWS, C, u_registers, u)
+            T.wgmma_gemm(output, tiles.P[stage, :, :], u, policy=rows_policy)
+            T.wait_wgmma(0)
+            signal(tiles.barriers, "q_free", config.key_stages, i)
+            T.copy(u, values)
+            T.wgmma_gemm(values, tiles.G[stage, :, :], dw, clear_accum=True, policy=rows_policy)
+            T.wait_wgmma(0)
+            signal(tiles.barriers, "products_free", config.product_stages, i)
+            to_registers(ROWS, C, dw, u_registers)
+            T.call_extern(
+                "handle", "qla_keep_and_erase", T.address_of(u_registers[0]), T.address_of(dw_registers[0]),
+                T.address_of(erased_registers[0]), T.access_ptr(tiles.gates[gate_stage, ERASE, column], "r", 1),
+            )  # fmt: skip
+            from_registers(ROWS, C, erased_registers, erased)
+            signal(tiles.barriers, "gates_free", GATE_STAGES, i)
+            T.wgmma_gemm(erased, tiles.k[key_stage, :, :], state, policy=rows_policy)
+            T.barrier_wait(tiles.barriers["dw_free"][half], (i + 1) % 2)
+            T.call_extern(
+                "handle", "qla_store_transposed", T.address_of(dw_registers[0]),
+                T.access_ptr(tiles.dw[half, 0, 0], "r", HALF * HALF), lane_offset,
+            )  # fmt: skip
+            T.barrier_arrive(tiles.barriers["dw_full"][half])
+            T.wait_wgmma(0)
+            T.copy(state, operand)
+            signal(tiles.barriers, "k_free", config.key_stages, i)
+            i = i + 1
+        if problem.has_initial_state:
+            if chunks > 0:
+                for a, b in T.Parallel(ROWS, K):
+                    state[a, b] *= state_scale[1]
+            write_state(problem, n, head, part * ROWS, state, initial_state_gradient)
+
+
+@macro
+def make_products(config, walk, tiles, thread, log2_scale):
+    # P = scale Gamma o lower(Q K^T);  G = Gamma o Ab, one chunk ahead of the state
+    C = walk.problem.C
+    scores = T.alloc_fragment((C, C), "float32")
+    registers = T.alloc_local((32,), "float32")
+    inverse = T.alloc_local((32,), "float32")
+    row_factor = T.alloc_local((4,), "float32")
+    column_factor = T.alloc_local((16,), "float32")
+    warp = thread % 128 // 32
+    lane = thread % 32
+    row = 16 * warp + lane // 4
+    column = 2 * (lane % 4)
+    lane_offset = T.alloc_var("int32")
+    lane_offset = row_lane_offset(thread)
+    diagonal = diagonal_mask(lane)
+    total = T.alloc_var("int32")
+    total = 0
+    for step in T.serial(walk.steps):
+        place, _head, _part = walk.coordinates(step)
+        _n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
+        total = total + T.max(T.ceildiv(length, C), 0)
+    for i in T.serial(total):
+        stage = i % config.key_stages
+        made = i % config.product_stages
+        wait_full(tiles.barriers, "k", config.key_stages, i)
+        wait_full(tiles.barriers, "q", config.key_stages, i)
+        T.wgmma_gemm(tiles.q[stage, :, :], tiles.k[stage, :, :], scores, transpose_B=True, clear_accum=True)
+        wait_full(tiles.barriers, "gates", GATE_STAGES, i)
+        T.call_extern(
+            "handle", "qla_load_rows", T.address_of(row_factor[0]),
+            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, row], "r", 1), (TO_END - LOG_GAMMA) * C,
+        )  # fmt: skip
+        T.call_extern(
+            "handle", "qla_load_columns", T.address_of(column_factor[0]),
+            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, column], "r", 1),
+        )  # fmt: skip
+        wait_full(tiles.barriers, "Ab", 2, i)
+        wait_free(tiles.barriers, "products", config.product_stages, i)
+        signal(tiles.barriers, "gates_free", GATE_STAGES, i)
+        decay_inverse(tiles, i % 2, made, inverse, lane_offset, row_factor, column_factor, warp, diagonal)
+        signal(tiles.barriers, "Ab_free", 2, i)
+        T.wait_wgmma(0)
+        signal(tiles.barriers, "k_free", config.key_stages, i)
+        signal(tiles.barriers, "q_free", config.key_stages, i)
+        to_registers(C, C, scores, registers)
+        T.call_extern(
+            "handle", "qla_decay_and_store", T.address_of(registers[0]), T.access_ptr(tiles.P[made, 0, 0], "r", HALF * HALF),
+            lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), log2_scale, warp, diagonal,
+        )  # fmt: skip
+        T.fence_proxy_async()
+        signal(tiles.barriers, "products_full", config.product_stages, i)
+
+
+@macro
+def load_keys(config, walk, tiles, q, k):
+    # K and Q of every chunk, the last first
+    problem, C = walk.problem, walk.problem.C
+    i = T.alloc_var("int32")
+    tails = T.alloc_var("int32")
+    i = 0
+    tails = 0
+    for step in T.serial(walk.steps):
+        place, head, _part = walk.coordinates(step)
+        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
+        key_head = head // (problem.HV // problem.H)
+        chunks = T.alloc_var("int32")
+        chunks = T.max(T.ceildiv(length, C), 0)
+        for j in T.serial(chunks):
+            at = (chunks - 1 - j) * C
+            stage = i % config.key_stages
+            wait_free(tiles.barriers, "k", config.key_stages, i)
+            load_rows(
+                k, row, first + at, key_head, 0, problem.K, length - at, C, tiles.k, stage, tiles.barriers, "k_full", 0, tails
+            )
+            signal(tiles.barriers, "k_full", config.key_stages, i)
+            wait_free(tiles.barriers, "q", config.key_stages, i)
+            load_rows(
+                q, row, first + at, key_head, 0, problem.K, length - at, C, tiles.q, stage, tiles.barriers, "q_full", 1, tails
+            )
+            signal(tiles.barriers, "q_full", config.key_stages, i)
+            if length - at < C:
+                tails = tails + 1
+            i = i + 1
+
+
+@macro
+def load_values(walk, tiles, do, Ab):
+    # dO and Ab of every chunk, the last first
+    C = walk.problem.C
+    i = T.alloc_var("int32")
+    tails = T.alloc_var("int32")
+    i = 0
+    tails = 0
+    for step in T.serial(walk.steps):
+        place, head, part = walk.coordinates(step)
+        _n, row, first, length, slot, _segment, _last = bounds_of(walk, place)
+        chunks = T.alloc_var("int32")
+        chunks = T.max(T.ceildiv(length, C), 0)
+        for j in T.serial(chunks):
+            at = (chunks - 1 - j) * C
+            wait_free(tiles.barriers, "Ab", 2, i)
+            T.tma_copy(Ab[slot + chunks - 1 - j, head, 0:C, 0:C], tiles.Ab[i % 2, :, :], barrier=tiles.barriers["Ab_full"][i % 2])
+            signal(tiles.barriers, "Ab_full", 2, i)
+            wait_free(tiles.barriers, "do", 2, i)
+            load_rows(
+                do, row, first + at, head, part * ROWS, ROWS, length - at, C,
+                tiles.do, i % 2, tiles.barriers, "do_full", 2, tails,
+            )  # fmt: skip
+            if length - at < C:
+                tails = tails + 1
+            signal(tiles.barriers, "do_full", 2, i)
+            i = i + 1
+
+
+@macro
+def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias):
+    problem, C = walk.problem, walk.problem.C
+    i = T.alloc_var("int32")
+    i = 0
+    for step in T.serial(walk.steps):
+        place, head, _part = walk.coordinates(step)
+        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
+        chunks = T.alloc_var("int32")
+        chunks = T.max(T.ceildiv(length, C), 0)
+        sum_gates_backwards(problem, row, first, first + length, chunks, head, lane, scale, g, A_log, dt_bias, tiles, i)
+        i = i + chunks
+
+
+@macro
+def store_outputs(walk, tiles, state_gradients, dv):
+    # dS' and dW of each chunk; of a ragged chunk only the sequence's own rows of dW, and zeros behind the last sequence
+    problem, C = walk.problem, walk.problem.C
+    stride = problem.HV * problem.V
+    i = T.alloc_var("int32")
+    i = 0
+    for step in T.serial(walk.steps):
+        place, head, part = walk.coordinates(step)
+        n, row, first, length, slot, _segment, _last = bounds_of(walk, place)
+        chunks = T.alloc_var("int32")
+        chunks = T.max(T.ceildiv(length, C), 0)
+        for j in T.serial(chunks):
+            chunk = chunks - 1 - j
+            start = first + chunk * C
+            for half in T.unroll(2):
+                T.barrier_wait(tiles.barriers["s_full"][half], i % 2)
+                T.fence_proxy_async()    # on the reader's side of the barrier: the writers would wait for it
+                value = part * ROWS + half * HALF
+                T.tma_copy(tiles.s[2 * half, :, :], state_gradients[slot + chunk, head, value : value + HALF, 0:HALF])
+                T.tma_copy(
+                    tiles.s[2 * half + 1, :, :], state_gradients[slot + chunk, head, value : value + HALF, HALF : 2 * HALF]
+                )
+                T.tma_store_wait(0)
+                T.barrier_arrive(tiles.barriers["s_free"][half])
+            for half in T.unroll(2):
+                T.barrier_wait(tiles.barriers["dw_full"][half], i % 2)
+                T.fence_proxy_async()
+                column = part * ROWS + half * HALF
+                if length - chunk * C >= C:
+                    T.copy(tiles.dw[half, :, :], dv[row, start : start + C, head, column : column + HALF])
+                else:
+                    T.call_extern(
+                        "handle", "qla_store_first_rows", T.access_ptr(tiles.dw[half, 0, 0], "r", 1),
+                        T.address_of(dv[row, start, head, column]), T.int64(stride), length - chunk * C,
+                    )  # fmt: skip
+                T.barrier_arrive(tiles.barriers["dw_free"][half])
+            i = i + 1
+        if problem.packed:
+            if n == walk.N - 1 and first + length < walk.tokens:
+                T.call_extern(
+                    "handle", "qla_zero_first_rows", T.address_of(dv[0, first + length, head, part * ROWS]), T.int64(stride),
+                    walk.tokens - first - length,
+                )  # fmt: skip
+
+
+def build(problem: Problem, config: Config):
+    from tilelang.layout import make_swizzled_layout
+
+    allow_register_indices()
+    H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
+    B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
+    N = bounds - 1 if problem.packed else B
+    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
+
+    @T.prim_func
+    def register_gradient_scan(
+        q: T.Tensor((B, tokens, H, K), dtype),
+        k: T.Tensor((B, tokens, H, K), dtype),
+        do: T.Tensor((B, tokens, HV, V), dtype),
+        Ab: T.Tensor((slots, HV, C, C), dtype),
+        g: T.Tensor((B, tokens, HV), problem.gate_dtype),
+        A_log: T.Tensor((HV,), "float32"),
+        dt_bias: T.Tensor((HV,), "float32"),
+        cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before what is shaped by N, and may be absent
+        final_state_gradient: T.Tensor(state_shape, "float32"),
+        state_gradients: T.Tensor((slots, HV, V, K), dtype),
+        dv: T.Tensor((B, tokens, HV, V), dtype),
+        initial_state_gradient: T.Tensor(state_shape, "float32"),
+        scale: T.float32,
+        log2_scale: T.float32,           # from the host: the loop would compute it anew for every chunk
+        blocks: T.int32,
+    ):
+        with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
+            shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
+            tiles = Tiles(**shared, barriers=barriers)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (tiles.do, tiles.dw, tiles.s, tiles.Ab)})
+            walk = Walk(problem, cu_seqlens, tokens, N, N, V // ROWS, 0, block, blocks)
+            thread = T.get_thread_binding()
+            if thread < 256:
+                T.set_max_nreg(STATE.registers, 1)
+                hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient)
+            elif thread < 384:
+                T.set_max_nreg(AUX.registers, 0)
+                make_products(config, walk, tiles, thread, log2_scale)
+            else:
+                T.set_max_nreg(LOADERS.registers, 0)
+                if thread < 416:
+                    load_keys(config, walk, tiles, q, k)
+                elif thread < 448:
+                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias)
+                elif thread < 480:
+                    store_outputs(walk, tiles, state_gradients, dv)
+                else:
+                    load_values(walk, tiles, do, Ab)
+
+    return register_gradient_scan
+
+
+TEMPLATE = Template(
+    name="register_gradient_scan",
+    problem=Problem,
+    config=Config,
+    arches=("sm_90a",),
+    arguments=arguments,
+    buffers=buffers,
+    roles=roles,
+    default_config=default_config,
+    build=build,
+    constraints=(shapes_are_covered,),
+    pass_configs={"tl.enable_fast_math": True, "tl.disable_thread_storage_sync": True},
+)

@@ -1,0 +1,454 @@
+"""The state that enters each chunk and the values it writes, for a backward, with the state in registers.
+
+As register_state_forward without its output; with G = Gamma o Ab, gamma = exp(g) and X = (gamma_L / gamma) o (Ab^T K):
+
+    W     = V - gamma o (K S)
+    V_new = G W                                         [slots, HV, C, V]
+    S'    = gamma_L S + X^T W
+
+S enters chunk j as states[slot(j)], transposed: [slots, HV, V, K]. The roles are those of register_state_forward: two warpgroups
+hold S transposed, a third makes X and G one chunk ahead, single warps load, sum the gates and store.
+"""
+
+from dataclasses import dataclass
+
+from .arch import Arch
+from .contract import Buffer, Role, Template, knob
+from .language import T, macro
+from .macros.register_outputs import PRELUDE, decay_inverse, diagonal_mask, emit_state
+from .macros.register_roles import (
+    AUX,
+    GAMMA,
+    GATE_STAGES,
+    HALF,
+    LOADERS,
+    LOG_GAMMA,
+    ROWS,
+    STATE,
+    TO_END,
+    WARP,
+    Walk,
+    allocate,
+    allow_register_indices,
+    bounds_of,
+    emit_x,
+    load_rows,
+    shapes_are_covered,
+    signal,
+    sum_gates,
+    values_minus_decayed,
+    wait_free,
+    wait_full,
+)
+from .macros.register_tiles import row_lane_offset, to_registers, transposed_lane_offset
+
+
+@dataclass(frozen=True)
+class Problem:
+    H: int
+    HV: int
+    K: int
+    V: int
+    C: int
+    dtype: str
+    gate_dtype: str
+    packed: bool
+    index_dtype: str
+    initial_state_dtype: str | None      # None: the state starts at zero
+    state_v_first: bool                  # the initial state is [N, HV, V, K]
+    gate_in_kernel: bool
+    has_dt_bias: bool
+
+    split = False                        # what register_roles asks of a problem: places are sequences
+
+
+@dataclass(frozen=True)
+class Config:
+    key_stages: int = knob(2, 3, why="chunks of K in flight")
+    product_stages: int = knob(1, 2, why="X and G made ahead of the state")
+
+
+def arguments(problem: Problem) -> tuple[str, ...]:
+    return ("k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "initial_state", "states", "v_new", "blocks")
+
+
+def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
+    C, K, dtype = problem.C, problem.K, problem.dtype
+    return (
+        Buffer("k", (C, K), dtype, config.key_stages),
+        Buffer("v", (C, ROWS), dtype, 2),
+        Buffer("Ab", (C, C), dtype, 2),
+        Buffer("X", (C, K), dtype, config.product_stages),
+        Buffer("G", (C, C), dtype, config.product_stages),
+        Buffer("v_new", (C, HALF), dtype, 2),            # one for each state warpgroup
+        Buffer("s", (HALF, HALF), dtype, 4),             # two for each state warpgroup
+        Buffer("gates", (4, C), "float32", GATE_STAGES),
+        Buffer("state_scale", (2,), "float32", GATE_STAGES),
+    )
+
+
+def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
+    return (STATE, AUX, LOADERS)
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    return Config(key_stages=3, product_stages=2)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The shared tiles and their barriers."""
+
+    k: object
+    v: object
+    Ab: object
+    X: object
+    G: object
+    v_new: object
+    s: object
+    gates: object
+    state_scale: object
+    barriers: dict
+
+
+def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
+    """Arrivals and stages of each barrier. A tile is full when its writers say so, free when its readers do."""
+    warp, state, aux = WARP, STATE.threads, AUX.threads
+    return {
+        "k_full": (warp, config.key_stages),
+        "k_free": (state + aux, config.key_stages),
+        "v_full": (warp, 2),
+        "v_free": (state, 2),
+        "Ab_full": (warp, 2),
+        "Ab_free": (aux, 2),
+        "gates_full": (warp, GATE_STAGES),
+        "gates_free": (state + aux, GATE_STAGES),
+        "products_full": (aux, config.product_stages),   # X, G, and through the aux warpgroup the gates
+        "products_free": (state, config.product_stages),
+        "v_new_full": (state // 2, 2),
+        "v_new_free": (warp, 2),
+        "s_full": (state // 2, 2),
+        "s_free": (warp, 2),
+        "tail_landed": (warp, 2),                         # a ragged chunk's K and V, before their foreign rows are zeroed
+    }
+
+
+@macro
+def emit_values(tiles, half, parity, v_new, registers, lane_offset):
+    # V_new of the chunk before, once the store of the one before that has read the tile
+    to_registers(ROWS, HALF, v_new, registers)
+    T.barrier_wait(tiles.barriers["v_new_free"][half], parity)
+    T.call_extern(
+        "handle", "qla_store_transposed", T.address_of(registers[0]), T.access_ptr(tiles.v_new[half, 0, 0], "r", HALF * HALF),
+        lane_offset,
+    )  # fmt: skip
+
+
+@macro
+def read_state(problem, n, head, first_v, initial_state, state):
+    if problem.initial_state_dtype is None:
+        T.clear(state)
+    else:
+        for a, b in T.Parallel(ROWS, problem.K):
+            if problem.state_v_first:
+                state[a, b] = T.cast(initial_state[n, head, first_v + a, b], "float32")
+            else:
+                state[a, b] = T.cast(initial_state[n, head, b, first_v + a], "float32")
+
+
+@macro
+def hold_state(config, walk, tiles, thread, initial_state):
+    # W = V - gamma o (K S);  V_new = G W;  S <- gamma_L S + X^T W, all transposed
+    problem, C, K = walk.problem, walk.problem.C, walk.problem.K
+    rows_policy = T.GemmWarpPolicy.FullRow
+    state = T.alloc_fragment((ROWS, K), "float32")
+    operand = T.alloc_fragment((ROWS, K), problem.dtype)
+    u = T.alloc_fragment((ROWS, C), "float32")
+    v_new = T.alloc_fragment((ROWS, C), "float32")
+    w = T.alloc_fragment((ROWS, C), problem.dtype)
+    v_registers = T.alloc_local((32,), problem.dtype)
+    new_registers = T.alloc_local((32,), problem.dtype)
+    u_registers = T.alloc_local((32,), "float32")
+    w_registers = T.alloc_local((32,), problem.dtype)
+    s_registers = T.alloc_local((64,), "float32")
+    state_scale = T.alloc_local((2,), "float32")
+    value_factor = T.alloc_local((16,), "float32")
+    half = thread // 128
+    lane = thread % 32
+    column = 2 * (lane % 4)
+    lane_offset = T.alloc_var("int32")
+    lane_offset = transposed_lane_offset(thread)
+    row_offset = T.alloc_var("int32")
+    row_offset = row_lane_offset(thread)
+    i = T.alloc_var("int32")             # chunks since the block began; j counts within the item
+    i = 0
+    for step in T.serial(walk.steps):
+        place, head, part = walk.coordinates(step)
+        n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
+        chunks = T.alloc_var("int32")
+        chunks = T.max(T.ceildiv(length, C), 0)
+        read_state(problem, n, head, part * ROWS, initial_state, state)
+        T.clear(v_new)
+        T.copy(state, operand)
+        state_scale[1] = 1.0
+        # No product may be in flight across the back edge: ptxas would serialise every wgmma of the kernel (C7514).
+        for j in T.serial(chunks):
+            wait_full(tiles.barriers, "k", config.key_stages, i)
+            T.wgmma_gemm(operand, tiles.k[i % config.key_stages, :, :], u, transpose_B=True, clear_accum=True, policy=rows_policy)
+            # V_new of chunk i - 1 while K S runs; in the first round of an item nonsense that nobody is told of.
+            emit_values(tiles, half, (i + T.if_then_else(j > 0, 0, 1)) % 2, v_new, new_registers, lane_offset)
+            if j > 0:
+                T.barrier_arrive(tiles.barriers["v_new_full"][half])
+            emit_state(tiles, half, (i + 1) % 2, state, s_registers, row_offset, state_scale[1])
+            wait_full(tiles.barriers, "products", config.product_stages, i)
+            gate_stage = i % GATE_STAGES
+            T.call_extern(
+                "handle", "qla_load_pair", T.address_of(state_scale[0]), T.access_ptr(tiles.state_scale[gate_stage, 0], "r", 2)
+            )
+            wait_full(tiles.barriers, "v", 2, i)
+            T.call_extern(
+                "handle", "qla_load_transposed", T.address_of(v_registers[0]),
+                T.access_ptr(tiles.v[i % 2, 0, half * HALF], "r", C), lane_offset,
+            )  # fmt: skip
+            T.call_extern(
+                "handle", "qla_load_first_columns", T.address_of(value_factor[0]),
+                T.access_ptr(tiles.gates[gate_stage, GAMMA, column], "r", 1),
+            )  # fmt: skip
+            if state_scale[0] != 1.0:
+                for a, b in T.Parallel(ROWS, K):
+                    state[a, b] *= state_scale[0]
+            T.wait_wgmma(0)
+            signal(tiles.barriers, "v_free", 2, i)
+            signal(tiles.barriers, "k_free", config.key_stages, i)
+            values_minus_decayed(C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w)
+            signal(tiles.barriers, "gates_free", GATE_STAGES, i)
+            T.wgmma_gemm(w, tiles.X[i % config.product_stages, :, :], state, policy=rows_policy)
+            T.wgmma_gemm(
+                w, tiles.G[i % config.product_stages, :, :], v_new, transpose_B=True, clear_accum=True, policy=rows_policy
+            )
+            T.wait_wgmma(1)              # S is there
+            T.copy(state, operand)
+            T.wait_wgmma(0)
+            signal(tiles.barriers, "products_free", config.product_stages, i)
+            i = i + 1
+        emit_values(tiles, half, (i + T.if_then_else(chunks > 0, 0, 1)) % 2, v_new, new_registers, lane_offset)
+        if chunks > 0:
+            T.barrier_arrive(tiles.barriers["v_new_full"][half])
+
+
+@macro
+def make_products(config, walk, tiles, thread):
+    # X = (gamma_L / gamma) o (Ab^T K);  G = Gamma o Ab, one chunk ahead of the state
+    C, K = walk.problem.C, walk.problem.K
+    left = T.alloc_fragment((C, HALF), "float32")
+    right = T.alloc_fragment((C, HALF), "float32")
+    registers = T.alloc_local((32,), "float32")
+    inverse = T.alloc_local((32,), "float32")
+    row_factor = T.alloc_local((4,), "float32")
+    column_factor = T.alloc_local((16,), "float32")
+    warp = thread % 128 // 32
+    lane = thread % 32
+    row = 16 * warp + lane // 4
+    column = 2 * (lane % 4)
+    lane_offset = T.alloc_var("int32")
+    lane_offset = row_lane_offset(thread)
+    diagonal = diagonal_mask(lane)
+    total = T.alloc_var("int32")
+    total = 0
+    for step in T.serial(walk.steps):
+        place, _head, _part = walk.coordinates(step)
+        _n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
+        total = total + T.max(T.ceildiv(length, C), 0)
+    for i in T.serial(total):
+        stage = i % config.key_stages
+        made = i % config.product_stages
+        wait_full(tiles.barriers, "k", config.key_stages, i)
+        wait_full(tiles.barriers, "Ab", 2, i)
+        T.wgmma_gemm(tiles.Ab[i % 2, :, :], tiles.k[stage, :, 0:HALF], left, transpose_A=True, clear_accum=True)
+        wait_full(tiles.barriers, "gates", GATE_STAGES, i)
+        T.call_extern(
+            "handle", "qla_load_rows", T.address_of(row_factor[0]),
+            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, row], "r", 1), (TO_END - LOG_GAMMA) * C,
+        )  # fmt: skip
+        T.call_extern(
+            "handle", "qla_load_columns", T.address_of(column_factor[0]),
+            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, column], "r", 1),
+        )  # fmt: skip
+        wait_free(tiles.barriers, "products", config.product_stages, i)
+        signal(tiles.barriers, "gates_free", GATE_STAGES, i)
+        decay_inverse(tiles, i % 2, made, inverse, lane_offset, row_factor, column_factor, warp, diagonal)
+        T.wgmma_gemm(tiles.Ab[i % 2, :, :], tiles.k[stage, :, HALF:K], right, transpose_A=True, clear_accum=True)
+        T.wait_wgmma(1)
+        emit_x(0, tiles.X, made, left, registers, lane_offset, row_factor)
+        T.wait_wgmma(0)
+        signal(tiles.barriers, "k_free", config.key_stages, i)
+        signal(tiles.barriers, "Ab_free", 2, i)
+        emit_x(1, tiles.X, made, right, registers, lane_offset, row_factor)
+        T.fence_proxy_async()
+        signal(tiles.barriers, "products_full", config.product_stages, i)
+
+
+@macro
+def load_keys(config, walk, tiles, k, Ab):
+    problem, C = walk.problem, walk.problem.C
+    i = T.alloc_var("int32")
+    tails = T.alloc_var("int32")
+    i = 0
+    tails = 0
+    for step in T.serial(walk.steps):
+        place, head, _part = walk.coordinates(step)
+        _n, row, first, length, slot, _segment, _last = bounds_of(walk, place)
+        for j in T.serial(T.max(T.ceildiv(length, C), 0)):
+            stage = i % config.key_stages
+            wait_free(tiles.barriers, "k", config.key_stages, i)
+            load_rows(
+                k, row, first + j * C, head // (problem.HV // problem.H), 0, problem.K, length - j * C, C,
+                tiles.k, stage, tiles.barriers, "k_full", 0, tails,
+            )  # fmt: skip
+            if length - j * C < C:
+                tails = tails + 1
+            signal(tiles.barriers, "k_full", config.key_stages, i)
+            wait_free(tiles.barriers, "Ab", 2, i)
+            T.tma_copy(Ab[slot + j, head, 0:C, 0:C], tiles.Ab[i % 2, :, :], barrier=tiles.barriers["Ab_full"][i % 2])
+            signal(tiles.barriers, "Ab_full", 2, i)
+            i = i + 1
+
+
+@macro
+def load_values(walk, tiles, v):
+    C = walk.problem.C
+    i = T.alloc_var("int32")
+    tails = T.alloc_var("int32")
+    i = 0
+    tails = 0
+    for step in T.serial(walk.steps):
+        place, head, part = walk.coordinates(step)
+        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
+        for j in T.serial(T.max(T.ceildiv(length, C), 0)):
+            wait_free(tiles.barriers, "v", 2, i)
+            load_rows(
+                v, row, first + j * C, head, part * ROWS, ROWS, length - j * C, C,
+                tiles.v, i % 2, tiles.barriers, "v_full", 1, tails,
+            )  # fmt: skip
+            if length - j * C < C:
+                tails = tails + 1
+            signal(tiles.barriers, "v_full", 2, i)
+            i = i + 1
+
+
+@macro
+def prepare_gates(walk, tiles, lane, g, A_log, dt_bias):
+    problem, C = walk.problem, walk.problem.C
+    i = T.alloc_var("int32")
+    i = 0
+    for step in T.serial(walk.steps):
+        place, head, _part = walk.coordinates(step)
+        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
+        chunks = T.alloc_var("int32")
+        chunks = T.max(T.ceildiv(length, C), 0)
+        sum_gates(
+            problem, row, first, first + length, chunks, head, lane, 1.0, g, A_log, dt_bias,
+            tiles.gates, tiles.state_scale, tiles.barriers, i,
+        )  # fmt: skip
+        i = i + chunks
+
+
+@macro
+def store_values(problem, tiles, i, slot, head, part, v_new):
+    for half in T.unroll(2):
+        T.barrier_wait(tiles.barriers["v_new_full"][half], i % 2)
+        T.fence_proxy_async()            # on the reader's side of the barrier: the writers would wait for it
+        column = part * ROWS + half * HALF
+        T.copy(tiles.v_new[half, :, :], v_new[slot, head, 0 : problem.C, column : column + HALF])
+        T.barrier_arrive(tiles.barriers["v_new_free"][half])
+
+
+@macro
+def store_outputs(walk, tiles, states, v_new):
+    # S before each chunk, V_new behind it
+    problem, C = walk.problem, walk.problem.C
+    i = T.alloc_var("int32")
+    i = 0
+    for step in T.serial(walk.steps):
+        place, head, part = walk.coordinates(step)
+        _n, _row, _first, length, slot, _segment, _last = bounds_of(walk, place)
+        chunks = T.alloc_var("int32")
+        chunks = T.max(T.ceildiv(length, C), 0)
+        for j in T.serial(chunks):
+            if j > 0:
+                store_values(problem, tiles, i - 1, slot + j - 1, head, part, v_new)
+            for half in T.unroll(2):
+                T.barrier_wait(tiles.barriers["s_full"][half], i % 2)
+                T.fence_proxy_async()
+                row = part * ROWS + half * HALF
+                T.tma_copy(tiles.s[2 * half, :, :], states[slot + j, head, row : row + HALF, 0:HALF])
+                T.tma_copy(tiles.s[2 * half + 1, :, :], states[slot + j, head, row : row + HALF, HALF : 2 * HALF])
+                T.tma_store_wait(0)
+                T.barrier_arrive(tiles.barriers["s_free"][half])
+            i = i + 1
+        if chunks > 0:
+            store_values(problem, tiles, i - 1, slot + chunks - 1, head, part, v_new)
+
+
+def build(problem: Problem, config: Config):
+    from tilelang.layout import make_swizzled_layout
+
+    allow_register_indices()
+    H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
+    B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
+    N = bounds - 1 if problem.packed else B
+    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
+
+    @T.prim_func
+    def register_state_scan(
+        k: T.Tensor((B, tokens, H, K), dtype),
+        v: T.Tensor((B, tokens, HV, V), dtype),
+        Ab: T.Tensor((slots, HV, C, C), dtype),
+        g: T.Tensor((B, tokens, HV), problem.gate_dtype),
+        A_log: T.Tensor((HV,), "float32"),
+        dt_bias: T.Tensor((HV,), "float32"),
+        cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
+        initial_state: T.Tensor(state_shape, problem.initial_state_dtype or "float32"),
+        states: T.Tensor((slots, HV, V, K), dtype),
+        v_new: T.Tensor((slots, HV, C, V), dtype),
+        blocks: T.int32,
+    ):
+        with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
+            shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
+            tiles = Tiles(**shared, barriers=barriers)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (tiles.v, tiles.v_new, tiles.s)})
+            walk = Walk(problem, cu_seqlens, tokens, N, N, V // ROWS, 0, block, blocks)
+            thread = T.get_thread_binding()
+            if thread < 256:
+                T.set_max_nreg(STATE.registers, 1)
+                hold_state(config, walk, tiles, thread, initial_state)
+            elif thread < 384:
+                T.set_max_nreg(AUX.registers, 0)
+                make_products(config, walk, tiles, thread)
+            else:
+                T.set_max_nreg(LOADERS.registers, 0)
+                if thread < 416:
+                    load_keys(config, walk, tiles, k, Ab)
+                elif thread < 448:
+                    prepare_gates(walk, tiles, thread - 416, g, A_log, dt_bias)
+                elif thread < 480:
+                    store_outputs(walk, tiles, states, v_new)
+                else:
+                    load_values(walk, tiles, v)
+
+    return register_state_scan
+
+
+TEMPLATE = Template(
+    name="register_state_scan",
+    problem=Problem,
+    config=Config,
+    arches=("sm_90a",),
+    arguments=arguments,
+    buffers=buffers,
+    roles=roles,
+    default_config=default_config,
+    build=build,
+    constraints=(shapes_are_covered,),
+    pass_configs={"tl.enable_fast_math": True, "tl.disable_thread_storage_sync": True},
+)
