@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import random
 import shutil
 import stat
 import subprocess
@@ -284,6 +285,27 @@ def test_a_truncated_file_leaves_no_trace(packed, target, tmp_path, kept):
     with pytest.raises(BundleError, match="it is damaged, or no bundle"):
         install(tmp_path / "short.tgz", target, allow_unsigned=True)
     assert_nothing_is_there(target)
+
+
+# Headers, padding, contents, and the ends of the archive: each flip is found, or changes nothing that is installed.
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bits_are_found_or_without_effect(bundle, packed, target, tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)            # a hundred installations in a second
+    generator = random.Random(seed)
+    tar = bytearray(gzip.decompress(packed.read_bytes()))
+    for _ in range(25):
+        flipped = bytearray(tar)
+        flipped[generator.randrange(len(tar))] ^= 1 << generator.randrange(8)
+        (tmp_path / "flipped.tgz").write_bytes(gzip.compress(bytes(flipped), compresslevel=1))
+        try:
+            install(tmp_path / "flipped.tgz", target, allow_unsigned=True)
+        except BundleError:
+            assert_nothing_is_there(target)
+            continue
+        found = files_of(target)
+        found.pop("manifest.json")
+        assert found == files_of(bundle)
+        shutil.rmtree(target)
 
 
 def test_a_few_bytes_that_unpack_to_gigabytes_are_not_unpacked(packed, target, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -107,6 +108,22 @@ def test_a_shipped_bundle_is_used_without_nvcc_and_without_a_cache(stages, packe
         env={**os.environ, **environment}, capture_output=True, text=True, check=True,
     )
     assert found.stdout == "None\n"
+
+
+def test_the_command_for_a_bundle_builds_the_kernels_of_the_calls_that_are_timed(run, monkeypatch, tmp_path):
+    from qla_jit import bundle
+
+    built = []
+
+    def build(requests, directory, *, on_kernel):
+        built.extend(requests)
+        return bundle.Built(len(requests), 0, 0.0, ())
+
+    monkeypatch.setattr(bundle, "build", build)
+    monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path))
+    command = re.search(r"qla-tune (build .*?) && qla-tune pack", cold_start.__doc__, re.DOTALL)[1]
+    run(*command.replace("\\\n", "").replace("DIR", str(tmp_path / "out")).split())
+    assert built == cold_start.kernels_of_calls(cold_start.parse([]), backward=True)
 
 
 @pytest.mark.parametrize("place", ["QLA_JIT_BUNDLE_PATH", "QLA_JIT_CACHE_DIR"])
