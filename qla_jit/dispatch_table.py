@@ -21,6 +21,7 @@ from .errors import EnvironmentUnsuitable
 from .ops import backward, pipeline
 
 if TYPE_CHECKING:
+    from .compiler import CompileRequest
     from .ops.inputs import CallFacts
     from .select import Override
 
@@ -48,11 +49,13 @@ def dispatch_table() -> dict[str, str]:
     table = {f"kernel {request}": kernel.digest for request, kernel in kernel_cache.loaded().items()}
     for (facts, override, extents), kernels in pipeline.resolved().items():
         sizes = f"chunks={extents.chunks} longest={extents.longest} sequences={extents.sequences}"
-        configs = "; ".join(f"{step} {request.config}" for step, request in kernels.requests.items())
         split = "whole sequences" if kernels.split is None else f"segments of {kernels.split} chunks"
-        table[f"forward {_told(facts, override)} {sizes}"] = f"{kernels.strategy}, {split}: {configs}"
-    for (facts, override), launch in backward.resolved().items():
-        table[f"backward {_told(facts, override)}"] = "the reference" if launch is None else "kernels"
+        table[f"forward {_told(facts, override)} {sizes}"] = f"{kernels.strategy}, {split}: {_configs(kernels.requests)}"
+    for (facts, override), gradients in backward.resolved().items():
+        decision = "the reference"
+        if gradients is not None:
+            decision = f"{gradients.dispatch.strategy}: {_configs(gradients.dispatch.requests)}"
+        table[f"backward {_told(facts, override)}"] = decision
     return dict(sorted(table.items()))
 
 
@@ -128,6 +131,10 @@ class _Gather:
 
 def _canonical(table: Mapping[str, str]) -> bytes:
     return json.dumps(table, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _configs(requests: Mapping[str, CompileRequest]) -> str:
+    return "; ".join(f"{step} {request.config}" for step, request in requests.items())
 
 
 def _told(facts: CallFacts, override: Override) -> str:

@@ -13,19 +13,19 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, MappingProxyType
 from typing import Any, Literal
 
 from . import record_store
 from .compiler import CompileRequest
-from .errors import InvalidConfigError, UnsupportedError
+from .errors import InvalidConfigError
 from .interpolation import delaunay_weights
 from .kernel_templates.arch import Arch
 from .kernel_templates.contract import Rejection
 from .ops.inputs import CallFacts, CallInputs
-from .ops.plan import BACKWARD, Extents, Step, Strategy, strategies_for
+from .ops.plan import Extents, Step, Strategy, backward_strategies_for, strategies_for
 from .record_store import Stored
 from .tuning_records import FORWARD, Candidate, Entry, Hardware, Identity, Problem, Record, Rigor, Versions
 
@@ -97,10 +97,20 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
+class BackwardDispatch:
+    """One way to compute the gradients of a call."""
+
+    strategy: str
+    requests: Mapping[str, CompileRequest]       # the kernels by step, in launch order
+    facts: CallFacts                             # the call, in chunks of the size that the kernels are for
+
+
+@dataclass(frozen=True)
 class Override:
-    """What is to be used instead of the choice: a strategy, configs by step, a split; what is left out is chosen."""
+    """What is to be used instead of the choice: strategies, configs by step, a split; what is left out is chosen."""
 
     strategy: str | None = None
+    backward_strategy: str | None = None
     configs: tuple[tuple[str, Any], ...] = ()
     split: int | EllipsisType | None = ...       # None is a split: whole sequences
 
@@ -130,7 +140,13 @@ def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, ex
         if answer is None:
             _tell_untuned(facts, extents, hardware)
     if answer is None or answer.says_default:
-        strategy, knobs, split_rule = _preferred(usable, facts, arch, hardware, extents), {}, None
+        suitable = [
+            strategy
+            for strategy in usable.values()
+            if strategy.suits is None
+            or (hardware is not None and extents is not None and strategy.suits(facts, extents, hardware.sm_count))
+        ]
+        strategy, knobs, split_rule = _preferred(suitable, usable, _override.strategy, arch), {}, None
     else:
         assert answer.chosen is not None, "consider() was asked for one that chose"
         entry = answer.chosen.entry
@@ -171,20 +187,17 @@ def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> lis
     return list(found)
 
 
-def backward_requests(facts: CallFacts, arch: Arch) -> dict[str, CompileRequest]:
-    """The kernels of the gradients by step, in launch order; for all sizes, with the configs in force or the defaults.
+def choose_backward(facts: CallFacts, arch: Arch) -> BackwardDispatch:
+    """How to compute the gradients of a call, of all sizes; with the configs in force or the defaults.
 
     Raises:
-        UnsupportedError: a template does not cover the call, and its gradients come from the reference.
-        InvalidConfigError: a config in force cannot serve the call; carries the template's reason.
+        UnsupportedError: no strategy serves them, and they come from the reference.
+        InvalidConfigError: a strategy or config in force cannot serve the call; carries the reason.
     """
-    rejection = BACKWARD.rejection(facts, arch)
-    if rejection is not None:
-        raise UnsupportedError(
-            f"no kernels cover the gradients of this call on {arch.name}: {rejection}; "
-            "where a call needs them, they come from the reference implementation"
-        )
-    return _requests(BACKWARD, facts, arch, knobs={}, configs=dict(_override.configs))
+    facts, usable = backward_strategies_for(facts, arch)
+    by_name = {strategy.name: strategy for strategy in usable}
+    strategy = _preferred(usable, by_name, _override.backward_strategy, arch)
+    return BackwardDispatch(strategy.name, _requests(strategy, facts, arch, knobs={}, configs=dict(_override.configs)), facts)
 
 
 def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None) -> Iterator[Considered]:
@@ -226,15 +239,22 @@ def tune_command(facts: CallFacts, extents: Extents | None = None) -> str:
 
 
 @contextlib.contextmanager
-def override(strategy: str | None = None, *, split: int | EllipsisType | None = ..., **configs: Any) -> Iterator[None]:
-    """Use this strategy, this split (None: whole sequences), and these configs by step, for every call in the block:
+def override(
+    strategy: str | None = None,
+    *,
+    backward_strategy: str | None = None,
+    split: int | EllipsisType | None = ...,
+    **configs: Any,
+) -> Iterator[None]:
+    """Use these strategies, this split (None: whole sequences), and these configs by step, for every call in the block:
     `with override(state_scan=Config(...))`.
 
     Process-wide, for experiments and for the tuner's worker; not for a process that serves several threads.
     """
     global _override
     saved = _override
-    _override = Override(strategy, tuple(sorted(configs.items(), key=lambda item: item[0])), split)
+    by_step = tuple(sorted(configs.items(), key=lambda item: item[0]))
+    _override = Override(strategy, backward_strategy, by_step, split)
     try:
         yield
     finally:
@@ -246,20 +266,13 @@ def override_in_force() -> Override:
     return _override
 
 
-def _preferred(
-    usable: Mapping[str, Strategy], facts: CallFacts, arch: Arch, hardware: Hardware | None, extents: Extents | None
-) -> Strategy:
-    if _override.strategy is None:
-        suitable = [
-            strategy
-            for strategy in usable.values()
-            if strategy.suits is None
-            or (hardware is not None and extents is not None and strategy.suits(facts, extents, hardware.sm_count))
-        ]
+def _preferred(suitable: Sequence[Strategy], usable: Mapping[str, Strategy], forced: str | None, arch: Arch) -> Strategy:
+    """The strategy in force, else the last that suits."""
+    if forced is None:
         return suitable[-1]
-    if _override.strategy in usable:
-        return usable[_override.strategy]
-    rejection = Rejection(f"strategy {_override.strategy} does not serve this call on {arch.name}; {', '.join(usable)} would")
+    if forced in usable:
+        return usable[forced]
+    rejection = Rejection(f"strategy {forced} does not serve this call on {arch.name}; {', '.join(usable)} would")
     raise InvalidConfigError(str(rejection), rejection=rejection)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,18 +15,39 @@ from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
 from ..errors import UnsupportedError
+from ..kernel_templates.macros.register_roles import ROWS
 from ..reference import L2NORM_EPS
 from .gate_gradients import beta_gradient, gate_gradients
 from .inputs import CallFacts, CallInputs
-from .operands import aligned, prepared_keys, scanned_chunks, with_float_parameters
+from .operands import (
+    aligned,
+    chunk_inverses,
+    floored_strengths,
+    prepared_keys,
+    scanned_chunks,
+    slots_of,
+    summed_gates,
+    with_float_parameters,
+)
 from .results import Gradients
+
+WHOLE_SEQUENCES = 0                      # chunks per segment, to kernels that are built without segments
 
 Launch = dict[str, Callable[..., None]]  # the entry points of the kernels by step
 
-_ready: dict[tuple[CallFacts, select.Override], Launch | None] = {}
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How the gradients of a call are computed, and the entry points of the kernels by step."""
+
+    dispatch: select.BackwardDispatch
+    launch: Launch
 
 
-def kernels_for(facts: CallFacts, together_with: Callable[[], Sequence[CompileRequest]] = list) -> Launch | None:
+_ready: dict[tuple[CallFacts, select.Override], Kernels | None] = {}
+
+
+def kernels_for(facts: CallFacts, together_with: Callable[[], Sequence[CompileRequest]] = list) -> Kernels | None:
     """The kernels of the gradients, compiled if need be, in one go with others; None where they do not cover the call here.
 
     A dictionary hit from the second call on, whatever the sizes. With facts.output_final_state the final state has a gradient.
@@ -30,17 +55,18 @@ def kernels_for(facts: CallFacts, together_with: Callable[[], Sequence[CompileRe
     key = (facts, select.override_in_force())
     if key not in _ready:
         try:
-            requests = select.backward_requests(facts, gpu_info(facts.device).arch)
+            dispatch = select.choose_backward(facts, gpu_info(facts.device).arch)
         except UnsupportedError:
             _ready[key] = None
         else:
             with told_on_a_miss(lambda: build_command_of_call(facts, gpu_info(facts.device), backward=True)):
-                loaded = kernel_cache.get(list(dict.fromkeys([*requests.values(), *together_with()])))
-            _ready[key] = {step: kernel.launch for step, kernel in zip(requests, loaded, strict=False)}
+                loaded = kernel_cache.get(list(dict.fromkeys([*dispatch.requests.values(), *together_with()])))
+            launch = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=False)}
+            _ready[key] = Kernels(dispatch, launch)
     return _ready[key]
 
 
-def resolved() -> dict[tuple[CallFacts, select.Override], Launch | None]:
+def resolved() -> dict[tuple[CallFacts, select.Override], Kernels | None]:
     """What gradients have been given so far; None where they come from the reference."""
     return dict(_ready)
 
@@ -56,38 +82,107 @@ def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> 
             return backward(inputs, do, dht)
     if inputs.B * inputs.T == 0:
         return _no_tokens(inputs, dht)
-    launch = kernels_for(facts)
-    assert launch is not None, "who asks for gradients has asked whether kernels cover them"
+    kernels = kernels_for(facts)
+    assert kernels is not None, "who asks for gradients has asked whether kernels cover them"
+    launch = kernels.launch
+    inputs = dataclasses.replace(inputs, facts=kernels.dispatch.facts)
     do = aligned(do.to(facts.dtype).contiguous())
+    if inputs.scale < 0:                 # `registers` works with its logarithm
+        do, inputs = -do, dataclasses.replace(inputs, scale=-inputs.scale)
     dht = None if dht is None else aligned(dht.float().contiguous())
 
-    cu_seqlens, scale = inputs.cu_seqlens, inputs.scale
     q, k = prepared_keys(launch, inputs)
-    v = aligned(inputs.v)
-    initial_state = None if inputs.initial_state is None else aligned(inputs.initial_state)
-    g_sum, beta, A, states, v_new = scanned_chunks(launch, with_float_parameters(inputs), k, v, initial_state, None)
-    state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
-    dh0 = None if initial_state is None else torch.empty_like(initial_state, dtype=torch.float32)
-    launch["state_gradient_scan"](q, k, do, A, g_sum, cu_seqlens, dht, state_gradients, dv, dh0, scale)
-    del A                                # dq and dk may take its place: here memory is at its highest
+    chunks = SCANS[kernels.dispatch.strategy](launch, with_float_parameters(inputs), q, k, aligned(inputs.v), do, dht)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dg, dbeta = torch.empty(2, *inputs.g.shape, dtype=torch.float32, device=facts.device).unbind()
     launch["chunk_gradients"](
-        q, k, v_new, dv, do, states, state_gradients, g_sum, beta, cu_seqlens, dq, dk, dg, dbeta, scale
-    )
+        q, k, chunks.v_new, chunks.dv, do, chunks.states, chunks.state_gradients, chunks.g_sum, chunks.beta, inputs.cu_seqlens,
+        dq, dk, dg, dbeta, inputs.scale,
+    )  # fmt: skip
     if facts.use_qk_l2norm_in_kernel:
         dq, dk = _through_l2norm(launch, inputs, dq, dk)
     gate = gate_gradients(inputs, dg)
     return Gradients(
         q=dq,
         k=dk,
-        v=dv,
+        v=chunks.dv,
         beta=beta_gradient(inputs, dbeta),
         g=gate.g,
-        initial_state=None if dh0 is None else dh0.to(facts.state_dtype),
+        initial_state=None if chunks.dh0 is None else chunks.dh0.to(facts.state_dtype),
         A_log=gate.A_log,
         dt_bias=gate.dt_bias,
     )
+
+
+class ScannedGradients(NamedTuple):
+    """What is known once states have gone forwards and their gradients backwards; docs/maths.md has the symbols.
+
+    By chunk slot, but for dv and dh0. The inverses of the chunks are not here: dq and dk may take their place in memory, which is
+    at its highest then.
+    """
+
+    g_sum: torch.Tensor                          # [slots, HV, C], fp32
+    beta: torch.Tensor                           # [slots, HV, C], fp32
+    v_new: torch.Tensor                          # [slots, HV, C, V]
+    states: torch.Tensor                         # [slots, HV, K, V], or [slots, HV, V, K] as chunk_gradients was built
+    state_gradients: torch.Tensor                # as states
+    dv: torch.Tensor                             # [B, T, HV, V]
+    dh0: torch.Tensor | None                     # as the initial state, fp32
+
+
+def _chunked(
+    launch: Launch,
+    inputs: CallInputs,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+) -> ScannedGradients:
+    initial_state, dh0 = _initial_state(inputs)
+    g_sum, beta, A, states, v_new = scanned_chunks(launch, inputs, k, v, initial_state, None)
+    state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
+    launch["state_gradient_scan"](q, k, do, A, g_sum, inputs.cu_seqlens, dht, state_gradients, dv, dh0, inputs.scale)
+    return ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0)
+
+
+def _registers(
+    launch: Launch,
+    inputs: CallInputs,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+) -> ScannedGradients:
+    facts, cu_seqlens, scale, slots = inputs.facts, inputs.cu_seqlens, inputs.scale, slots_of(inputs)
+    HV, K, V, C = facts.HV, facts.K, facts.V, facts.chunk_size
+    inputs = dataclasses.replace(inputs, beta=floored_strengths(inputs))
+    gates = (inputs.g, inputs.A_log, inputs.dt_bias)
+    initial_state, dh0 = _initial_state(inputs)
+    blocks = min(inputs.N * HV * (V // ROWS), gpu_info(facts.device).sm_count)
+
+    g_sum, beta = summed_gates(launch, inputs, slots)
+    Ab = chunk_inverses(launch, inputs, k, slots)
+    states = torch.empty(slots, HV, V, K, dtype=facts.dtype, device=facts.device)
+    v_new = torch.empty(slots, HV, C, V, dtype=facts.dtype, device=facts.device)
+    launch["register_state_scan"](k, v, Ab, *gates, cu_seqlens, initial_state, states, v_new, WHOLE_SEQUENCES, blocks)
+    state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
+    launch["register_gradient_scan"](
+        q, k, do, Ab, *gates, cu_seqlens, dht, state_gradients, dv, dh0,
+        scale, math.log2(scale) if scale else -math.inf, WHOLE_SEQUENCES, blocks,
+    )  # fmt: skip
+    return ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0)
+
+
+SCANS = {"chunked": _chunked, "registers": _registers}
+
+
+def _initial_state(inputs: CallInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The initial state as the kernels read it, and room for its gradient."""
+    if inputs.initial_state is None:
+        return None, None
+    return aligned(inputs.initial_state), torch.empty_like(inputs.initial_state, dtype=torch.float32)
 
 
 def _through_l2norm(

@@ -10,8 +10,9 @@ import torch
 
 from ..errors import UnsupportedError
 from ..kernel_templates.macros.sequences import slot_count
-from ..reference import L2NORM_EPS
+from ..reference import L2NORM_EPS, beta_from_logits
 from .inputs import CallInputs
+from .plan import BETA_FLOORS
 
 INT32_MAX = 2**31 - 1
 
@@ -61,16 +62,40 @@ def scanned_chunks(
     facts, cu_seqlens = inputs.facts, inputs.cu_seqlens
     HV, K, V, C, slots = facts.HV, facts.K, facts.V, facts.chunk_size, slots_of(inputs)
 
-    def chunked(*shape: int, dtype: torch.dtype = facts.dtype) -> torch.Tensor:
-        return torch.empty(slots, HV, *shape, dtype=dtype, device=facts.device)
+    def chunked(*shape: int) -> torch.Tensor:
+        return torch.empty(slots, HV, *shape, dtype=facts.dtype, device=facts.device)
 
-    g_sum, beta = chunked(C, dtype=torch.float32), chunked(C, dtype=torch.float32)
-    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, cu_seqlens, g_sum, beta)
+    g_sum, beta = summed_gates(launch, inputs, slots)
     A = chunked(C, C)
     launch["triangular_solve"](k, g_sum, beta, cu_seqlens, A)
     states, v_new = chunked(K, V), chunked(C, V)
     launch["state_scan"](k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state)
     return ScannedChunks(g_sum, beta, A, states, v_new)
+
+
+def summed_gates(launch: dict[str, Callable[..., None]], inputs: CallInputs, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gates of each chunk, summed from its first token on, and its write strengths: both [slots, HV, C], fp32."""
+    facts = inputs.facts
+    shape = (slots, facts.HV, facts.chunk_size)
+    g_sum, beta = (torch.empty(shape, dtype=torch.float32, device=facts.device) for _ in range(2))
+    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, g_sum, beta)
+    return g_sum, beta
+
+
+def chunk_inverses(launch: dict[str, Callable[..., None]], inputs: CallInputs, k: torch.Tensor, slots: int) -> torch.Tensor:
+    """The inverse of each chunk without gates, [slots, HV, C, C]."""
+    facts = inputs.facts
+    Ab = torch.empty(slots, facts.HV, facts.chunk_size, facts.chunk_size, dtype=facts.dtype, device=facts.device)
+    launch["chunk_inverse"](k, inputs.beta, inputs.cu_seqlens, Ab)
+    return Ab
+
+
+def floored_strengths(inputs: CallInputs) -> torch.Tensor:
+    """beta as gate_cumsum makes it for a backward, [B, T, HV] fp32: after the sigmoid, and |beta| not below the floor."""
+    beta = inputs.beta.float()
+    if inputs.facts.use_beta_sigmoid_in_kernel:
+        beta = beta_from_logits(beta, allow_neg_eigval=inputs.facts.allow_neg_eigval)
+    return torch.copysign(beta.abs().clamp_(min=2.0 ** BETA_FLOORS[inputs.facts.dtype]), beta)
 
 
 def with_float_parameters(inputs: CallInputs) -> CallInputs:

@@ -17,7 +17,7 @@ from ..kernel_templates.macros.segments import place_count
 from ..settings import settings
 from ..tuning_records import Hardware
 from .inputs import CallFacts, CallInputs
-from .operands import aligned, prepared_keys, scanned_chunks, slots_of, with_float_parameters
+from .operands import aligned, chunk_inverses, prepared_keys, scanned_chunks, slots_of, with_float_parameters
 from .plan import Extents
 from .results import ForwardResult
 
@@ -93,8 +93,7 @@ def _chunked(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
 def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     q, k = prepared_keys(kernels.launch, inputs)
     v = aligned(inputs.v)
-    slots = slots_of(inputs)
-    Ab = _inverses(kernels.launch, inputs, k, slots)
+    Ab = chunk_inverses(kernels.launch, inputs, k, slots_of(inputs))
     initial_state, final_state = _states(inputs)
     o = _rest_of_forward(kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, places=inputs.N, chunks_per_segment=0)
     return ForwardResult(o, final_state)
@@ -110,7 +109,7 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     places = place_count(slots, inputs.N, L)
     cu_seqlens = inputs.cu_seqlens
 
-    Ab = _inverses(launch, inputs, k, slots)
+    Ab = chunk_inverses(launch, inputs, k, slots)
     warm_chunks = torch.empty(places, HV, dtype=torch.int32, device=device)
     launch["segment_plan"](inputs.g, inputs.A_log, inputs.dt_bias, cu_seqlens, warm_chunks, L)
     transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=device)
@@ -127,14 +126,6 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
 
 
 LAUNCHERS = {"chunked": _chunked, "fused": _fused, "split": _split}
-
-
-def _inverses(launch: dict[str, Callable[..., None]], inputs: CallInputs, k: torch.Tensor, slots: int) -> torch.Tensor:
-    """The inverse of each chunk without gates, [slots, HV, C, C]."""
-    facts = inputs.facts
-    Ab = torch.empty(slots, facts.HV, facts.chunk_size, facts.chunk_size, dtype=facts.dtype, device=facts.device)
-    launch["chunk_inverse"](k, inputs.beta, inputs.cu_seqlens, Ab)
-    return Ab
 
 
 def _rest_of_forward(

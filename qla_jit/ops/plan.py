@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from ..kernel_templates import (
     gate_cumsum,
     l2norm,
     l2norm_backward,
+    register_gradient_scan,
     register_state_forward,
+    register_state_scan,
     segment_plan,
     segment_scan,
     segment_states,
@@ -36,6 +38,10 @@ VALUE_DIMS = (64, 96, 128, 192, 256, 512)
 # Of memory for what segments do to the state, at most. Every sequence has a place for it, so thousands of short ones beside
 # a long one would take more than the chunk states of the baseline do.
 TRANSFER_BYTES = 2**30
+
+# Tokens per chunk of the backward, the first that a strategy serves: fewer chunks are fewer states in memory. It keeps nothing of
+# the forward but the inputs, so it need not have the forward's chunks.
+BACKWARD_CHUNK_SIZES = (64, 32)
 
 # The backward divides by beta, whose exponent is at least this: v_new is about beta large, and must not be a denormal number.
 BETA_FLOORS = {torch.bfloat16: -24, torch.float16: -14}
@@ -75,7 +81,7 @@ def whole_sequences(facts: CallFacts, extents: Extents, sm_count: int) -> tuple[
 class Strategy:
     """A named composition of templates that computes a whole forward, or all gradients of one.
 
-    pipeline.py launches those of the forward under their names, backward.py the one of the backward.
+    pipeline.py launches those of the forward under their names, backward.py those of the backward.
     """
 
     name: str
@@ -93,15 +99,40 @@ def strategies_for(facts: CallFacts, arch: Arch) -> list[Strategy]:
     Raises:
         UnsupportedError: there is none; the message gives each one's reason.
     """
-    reasons = {strategy.name: strategy.rejection(facts, arch) for strategy in STRATEGIES.values()}
-    usable = [strategy for strategy in STRATEGIES.values() if reasons[strategy.name] is None]
+    usable, reasons = _usable(STRATEGIES, facts, arch)
     if not usable:
-        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise UnsupportedError(
-            f"no kernel covers this call on {arch.name}: {told}; "
+            f"no kernel covers this call on {arch.name}: {reasons}; "
             "pad the head dims with zeros, or move the inputs to the CPU for the reference implementation"
         )
     return usable
+
+
+def backward_strategies_for(facts: CallFacts, arch: Arch) -> tuple[CallFacts, list[Strategy]]:
+    """The strategies that can serve the gradients of a call, the baseline first, and the call in chunks as they take it.
+
+    Raises:
+        UnsupportedError: there is none; the message gives each one's reason.
+    """
+    told: dict[str, list[str]] = {}
+    for C in BACKWARD_CHUNK_SIZES:
+        call = facts._replace(chunk_size=C)
+        usable, reasons = _usable(BACKWARD_STRATEGIES, call, arch)
+        if usable:
+            return call, usable
+        told.setdefault(reasons, []).append(str(C))
+    by_size = "; ".join(f"in chunks of {' or '.join(sizes)}, {reasons}" for reasons, sizes in told.items())
+    raise UnsupportedError(
+        f"no kernels cover the gradients of this call on {arch.name}: {by_size}; "
+        "where a call needs them, they come from the reference implementation"
+    )
+
+
+def _usable(strategies: Mapping[str, Strategy], facts: CallFacts, arch: Arch) -> tuple[list[Strategy], str]:
+    """Those that can serve a call, and why the others cannot."""
+    reasons = {name: strategy.rejection(facts, arch) for name, strategy in strategies.items()}
+    usable = [strategy for name, strategy in strategies.items() if reasons[name] is None]
+    return usable, "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
 
 
 def covers_head_dims(facts: CallFacts, arch: Arch) -> Rejection | None:
@@ -119,44 +150,13 @@ def unit_row_steps(facts: CallFacts) -> dict[str, Step]:
 def chunked_steps(facts: CallFacts) -> dict[str, Step]:
     """Every intermediate in memory: gates -> solve -> state scan -> chunk output."""
     keys = key_side(facts)
-    gates = gate_cumsum.Problem(
-        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strength_sources(facts), beta_floor=None
-    )
     scan = state_scan.Problem(**keys, V=facts.V, **states(facts))
     return unit_row_steps(facts) | {
-        "gate_cumsum": Step(gate_cumsum.TEMPLATE, gates),
+        "gate_cumsum": summed_gates(facts, strength_sources(facts), beta_floor=None),
         "triangular_solve": Step(triangular_solve.TEMPLATE, triangular_solve.Problem(**keys)),
         "state_scan": Step(state_scan.TEMPLATE, scan),
         "chunk_output": Step(chunk_output.TEMPLATE, chunk_output.Problem(**keys, V=facts.V)),
     }
-
-
-def backward_steps(facts: CallFacts) -> dict[str, Step]:
-    """The states again as in `chunked`, their gradients from chunk to chunk, then the gradients of each chunk for itself.
-
-    The final state has a gradient if facts.output_final_state, and the initial state gets one if it is there.
-    """
-    keys = key_side(facts)
-    dims = keys | dict(V=facts.V)
-    steps = chunked_steps(facts)
-    gates, scan = steps["gate_cumsum"].problem, steps["state_scan"].problem
-    gradient_scan = state_gradient_scan.Problem(
-        **dims,
-        has_final_state_gradient=facts.output_final_state,
-        has_initial_state=facts.has_initial_state,
-        state_v_first=facts.state_v_first,
-    )
-    steps = unit_row_steps(facts) | {
-        "gate_cumsum": Step(gate_cumsum.TEMPLATE, dataclasses.replace(gates, beta_floor=BETA_FLOORS[facts.dtype])),
-        "triangular_solve": steps["triangular_solve"],
-        "state_scan": Step(state_scan.TEMPLATE, dataclasses.replace(scan, has_final_state=False)),
-        "state_gradient_scan": Step(state_gradient_scan.TEMPLATE, gradient_scan),
-        "chunk_gradients": Step(chunk_gradients.TEMPLATE, chunk_gradients.Problem(**dims, states_v_first=False)),
-    }
-    if facts.use_qk_l2norm_in_kernel:
-        problem = l2norm_backward.Problem(K=facts.K, dtype=_NAMES[facts.dtype])
-        steps["l2norm_backward"] = Step(l2norm_backward.TEMPLATE, problem)
-    return steps
 
 
 def fused_steps(facts: CallFacts) -> dict[str, Step]:
@@ -185,6 +185,46 @@ def split_steps(facts: CallFacts) -> dict[str, Step]:
         "segment_states": Step(segment_states.TEMPLATE, boundaries),
         "register_state_forward": Step(rest.template, dataclasses.replace(rest.problem, initial_state_dtype=None, split=True)),
     }
+
+
+def chunked_backward_steps(facts: CallFacts) -> dict[str, Step]:
+    """The states again as in `chunked`, their gradients from chunk to chunk, then the gradients of each chunk for itself."""
+    keys = key_side(facts)
+    scan = state_scan.Problem(**keys, V=facts.V, **initial_state(facts), has_final_state=False)
+    gradient_scan = state_gradient_scan.Problem(**keys, V=facts.V, **state_gradients(facts))
+    return unit_row_steps(facts) | {
+        "gate_cumsum": summed_gates(facts, strength_sources(facts), beta_floor=BETA_FLOORS[facts.dtype]),
+        "triangular_solve": Step(triangular_solve.TEMPLATE, triangular_solve.Problem(**keys)),
+        "state_scan": Step(state_scan.TEMPLATE, scan),
+        "state_gradient_scan": Step(state_gradient_scan.TEMPLATE, gradient_scan),
+    } | chunk_gradient_steps(facts, states_v_first=False)  # fmt: skip
+
+
+def register_backward_steps(facts: CallFacts) -> dict[str, Step]:
+    """As chunked_backward_steps, with the state and then its gradient in registers from chunk to chunk.
+
+    chunk_inverse knows no floor of beta, so its kernels get beta from operands.floored_strengths.
+    """
+    keys, gates = key_side(facts), gate_sources(facts)
+    floored = dict(beta_dtype="float32", beta_sigmoid=False, negative_eigenvalues=False)
+    scan = register_state_scan.Problem(**keys, V=facts.V, **initial_state(facts), **gates)
+    gradient_scan = register_gradient_scan.Problem(**keys, V=facts.V, **state_gradients(facts), **gates)
+    return unit_row_steps(facts) | {
+        # It floors once more: the same kernel serves `chunked` where beta comes as it is.
+        "gate_cumsum": summed_gates(facts, floored, beta_floor=BETA_FLOORS[facts.dtype]),
+        "chunk_inverse": Step(chunk_inverse.TEMPLATE, chunk_inverse.Problem(**keys, **floored)),
+        "register_state_scan": Step(register_state_scan.TEMPLATE, scan),
+        "register_gradient_scan": Step(register_gradient_scan.TEMPLATE, gradient_scan),
+    } | chunk_gradient_steps(facts, states_v_first=True)  # fmt: skip
+
+
+def chunk_gradient_steps(facts: CallFacts, *, states_v_first: bool) -> dict[str, Step]:
+    """What both end with."""
+    problem = chunk_gradients.Problem(**key_side(facts), V=facts.V, states_v_first=states_v_first)
+    steps = {"chunk_gradients": Step(chunk_gradients.TEMPLATE, problem)}
+    if facts.use_qk_l2norm_in_kernel:
+        steps["l2norm_backward"] = Step(l2norm_backward.TEMPLATE, l2norm_backward.Problem(K=facts.K, dtype=_NAMES[facts.dtype]))
+    return steps
 
 
 def segment_lengths(facts: CallFacts, extents: Extents, sm_count: int) -> tuple[int | None, ...]:
@@ -221,6 +261,13 @@ def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[
     return rejection
 
 
+def summed_gates(facts: CallFacts, strengths: dict[str, Any], *, beta_floor: int | None) -> Step:
+    problem = gate_cumsum.Problem(
+        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strengths, beta_floor=beta_floor
+    )
+    return Step(gate_cumsum.TEMPLATE, problem)
+
+
 def gate_sources(facts: CallFacts) -> dict[str, Any]:
     return dict(
         gate_dtype=_NAMES[facts.g_dtype],
@@ -255,6 +302,15 @@ def states(facts: CallFacts) -> dict[str, Any]:
     return initial_state(facts) | dict(has_final_state=facts.output_final_state)
 
 
+def state_gradients(facts: CallFacts) -> dict[str, Any]:
+    """The final state has a gradient if there is one, and so has the initial state."""
+    return dict(
+        has_final_state_gradient=facts.output_final_state,
+        has_initial_state=facts.has_initial_state,
+        state_v_first=facts.state_v_first,
+    )
+
+
 # In the order in which they are preferred when nothing was tuned: the last that serves the call and suits its sizes.
 STRATEGIES = {
     strategy.name: strategy
@@ -265,5 +321,11 @@ STRATEGIES = {
     )
 }
 
-# Where it serves a call, gradients come from its kernels whatever strategy computes the outputs.
-BACKWARD = Strategy("backward", templates_cover(backward_steps), backward_steps)
+# Gradients come from one of these whatever strategy computes the outputs; the same order.
+BACKWARD_STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("chunked", templates_cover(chunked_backward_steps), chunked_backward_steps),
+        Strategy("registers", templates_cover(register_backward_steps), register_backward_steps),
+    )
+}

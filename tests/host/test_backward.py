@@ -14,18 +14,22 @@ from cases import BETAS, GATES, Case, arguments, relative_l2
 from qla_jit import kernel_cache, select
 from qla_jit.compiler import CompileRequest
 from qla_jit.device import GpuInfo
-from qla_jit.errors import KernelNotCachedError, UnsupportedError
+from qla_jit.errors import InvalidConfigError, KernelNotCachedError, UnsupportedError
 from qla_jit.kernel_templates import chunk_gradients
-from qla_jit.kernel_templates.arch import SM90A
+from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
 from qla_jit.models import models
-from qla_jit.ops import autograd, backward, fallback, pipeline
-from qla_jit.ops.inputs import CallInputs, check_inputs
+from qla_jit.ops import autograd, backward, fallback, pipeline, plan
+from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
+from qla_jit.ops.operands import floored_strengths
 from qla_jit.ops.results import Gradients
 from qla_jit.reference import RESET_GATE, beta_from_logits, gate, l2norm
 
-STEPS = (
-    "l2norm", "gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan", "chunk_gradients", "l2norm_backward"
-)  # fmt: skip
+SCANS = {
+    "chunked": ("gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan"),
+    "registers": ("gate_cumsum", "chunk_inverse", "register_state_scan", "register_gradient_scan"),
+}
+STEPS = {strategy: ("l2norm", *scans, "chunk_gradients", "l2norm_backward") for strategy, scans in SCANS.items()}
+H200 = GpuInfo("NVIDIA H200", SM90A, 132, 60 * 2**20)
 
 BASE = Case(H=2, HV=4, K=8, V=12, lengths=(70, 16, 1))
 BETA_FLOOR = -40                         # float64 has room for a floor below what the bounds see
@@ -64,8 +68,9 @@ def places(inputs: CallInputs) -> list[list[tuple[int, int, slice]]]:
 class Kernels:
     """Each kernel of the backward as a plain loop over its chunks and value heads; docs/maths.md has the formulas."""
 
-    def __init__(self, inputs: CallInputs) -> None:
+    def __init__(self, inputs: CallInputs, strategy: str) -> None:
         facts = self.facts = inputs.facts
+        self.registers = strategy == "registers"
         self.places = places(inputs)
         self.heads = [(h, h // (facts.HV // facts.H)) for h in range(facts.HV)]
 
@@ -82,7 +87,7 @@ class Kernels:
     def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks):
         if self.facts.use_gate_in_kernel:
             g = gate(g.float(), A_log, dt_bias)
-        if self.facts.use_beta_sigmoid_in_kernel:
+        if self.facts.use_beta_sigmoid_in_kernel and not self.registers:
             beta = beta_from_logits(beta.float(), allow_neg_eigval=self.facts.allow_neg_eigval)
         beta_chunks.zero_()
         for slot, row, tokens, h, _ in self.chunks():
@@ -98,6 +103,41 @@ class Kernels:
             beta = beta_chunks[slot, h, :n].double()
             L = (beta[:, None] * self.Gamma(g_sum, slot, tokens, h) * (K @ K.T)).tril(-1)
             A[slot, h, :n, :n] = torch.linalg.inv(torch.eye(n).double() + L) * beta
+
+    def chunk_inverse(self, k, beta, cu_seqlens, Ab):
+        assert beta.dtype == torch.float32
+        Ab.zero_()
+        for slot, row, tokens, h, key_head in self.chunks():
+            n, K, strength = length(tokens), k[row, tokens, key_head], beta[row, tokens, h].double()
+            L = (strength[:, None] * (K @ K.T)).tril(-1)
+            Ab[slot, h, :n, :n] = torch.linalg.inv(torch.eye(n).double() + L) * strength
+
+    def register_state_scan(
+        self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, initial_state, states, v_new, chunks_per_segment, blocks
+    ):
+        assert (chunks_per_segment, blocks) == (0, len(self.places) * self.facts.HV)
+        g_sum, A = self.gated(Ab, g, A_log, dt_bias)
+        self.state_scan(k, v, A, g_sum, cu_seqlens, initial_state, states.mT, v_new, None)
+
+    def register_gradient_scan(
+        self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, final_state_gradient, state_gradients, dv, initial_state_gradient,
+        scale, log2_scale, chunks_per_segment, blocks,
+    ):  # fmt: skip
+        assert (chunks_per_segment, blocks) == (0, len(self.places) * self.facts.HV)
+        assert 2**log2_scale == pytest.approx(scale)
+        g_sum, A = self.gated(Ab, g, A_log, dt_bias)
+        self.state_gradient_scan(
+            q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients.mT, dv, initial_state_gradient, scale
+        )
+
+    def gated(self, Ab, g, A_log, dt_bias):
+        """Sums of gates, and A = Gamma o Ab."""
+        g_sum, A = torch.zeros(Ab.shape[:3]), torch.zeros_like(Ab)
+        self.gate_cumsum(g, torch.zeros_like(g), A_log, dt_bias, None, g_sum, torch.zeros_like(g_sum))
+        for slot, _, tokens, h, _ in self.chunks():
+            n = length(tokens)
+            A[slot, h, :n, :n] = self.Gamma(g_sum, slot, tokens, h) * Ab[slot, h, :n, :n]
+        return g_sum, A
 
     def state_scan(self, k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state):
         assert final_state is None
@@ -135,6 +175,8 @@ class Kernels:
     def chunk_gradients(
         self, q, k, v_new, dv, do, states, state_gradients, g_sum, beta_chunks, cu_seqlens, dq, dk, dg, dbeta, scale
     ):
+        if self.registers:
+            states, state_gradients = states.mT, state_gradients.mT
         for gradient in (dq, dk, dg, dbeta):
             gradient.zero_()
         for slot, row, tokens, h, key_head in self.chunks():
@@ -187,10 +229,19 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(float("nan")))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(backward, "gpu_info", lambda device: H200)
+    monkeypatch.setitem(plan.BETA_FLOORS, torch.float64, BETA_FLOOR)
+    # The templates' tiles are wider than the head dims here: one block for each (sequence, value head).
+    monkeypatch.setattr(backward, "ROWS", BASE.V)
 
-    def run(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> Gradients:
-        kernels = Kernels(inputs)
-        monkeypatch.setattr(backward, "kernels_for", lambda facts: {step: getattr(kernels, step) for step in STEPS})
+    def run(
+        inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, *, strategy: str = "chunked", chunk_size: int = 64
+    ) -> Gradients:
+        facts = inputs.facts._replace(chunk_size=chunk_size)
+        stand_ins = Kernels(replace(inputs, facts=facts), strategy)
+        launch = {step: getattr(stand_ins, step) for step in STEPS[strategy]}
+        kernels = backward.Kernels(select.BackwardDispatch(strategy, {}, facts), launch)
+        monkeypatch.setattr(backward, "kernels_for", lambda facts: kernels)
         return backward.backward(inputs, do, dht)
 
     return run
@@ -205,15 +256,29 @@ def cotangents(inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return do, torch.randn(inputs.N, facts.HV, *dims, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("chunk_size", [16, 64], ids=lambda C: f"C{C}")
+# The chunks of the backward are its own: the call asks for 64.
+@pytest.mark.parametrize(
+    ("strategy", "chunk_size"),
+    [("chunked", 32), ("chunked", 64), ("registers", 64)],
+    ids=["chunked-C32", "chunked-C64", "registers-C64"],
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernels_in_their_order_give_the_gradients_of_autograd(
-    case: Case, chunk_size: int, run: Callable[..., Gradients]
+    case: Case, strategy: str, chunk_size: int, run: Callable[..., Gradients]
 ) -> None:
-    inputs = check_inputs(**arguments(case), chunk_size=chunk_size)
+    inputs = check_inputs(**arguments(case))
     do, dht = cotangents(inputs)
     expected = fallback.backward(inputs, do, dht)
-    check(run(inputs, do, dht), expected, inputs, BOUND_RESET if case.gates in ("reset", "minus_inf") else BOUND)
+    actual = run(inputs, do, dht, strategy=strategy, chunk_size=chunk_size)
+    check(actual, expected, inputs, BOUND_RESET if case.gates in ("reset", "minus_inf") else BOUND)
+
+
+@pytest.mark.parametrize("strategy", plan.BACKWARD_STRATEGIES)
+@pytest.mark.parametrize("scale", [-0.5, 0.0], ids=lambda scale: f"scale{scale}")
+def test_scale_is_taken_as_given(scale: float, strategy: str, run: Callable[..., Gradients]) -> None:
+    inputs = check_inputs(**arguments(BASE), scale=scale)
+    do, dht = cotangents(inputs)
+    check(run(inputs, do, dht, strategy=strategy), fallback.backward(inputs, do, dht), inputs)
 
 
 def check(actual: Gradients, expected: Gradients, inputs: CallInputs, bound: float = BOUND) -> None:
@@ -267,9 +332,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[CompileRequest]]:
         requests.append(list(batch))
         return [SimpleNamespace(launch=request) for request in batch]
 
-    gpu = GpuInfo("NVIDIA H200", SM90A, 132, 60 * 2**20)
     for module in (backward, pipeline):
-        monkeypatch.setattr(module, "gpu_info", lambda device: gpu)
+        monkeypatch.setattr(module, "gpu_info", lambda device: H200)
         monkeypatch.setattr(module, "_ready", {})
     monkeypatch.setattr(kernel_cache, "get", get)
     return requests
@@ -280,7 +344,14 @@ def call(**changes: object) -> CallInputs:
     return check_inputs(**arguments(case))
 
 
-def test_every_argument_of_every_kernel_is_passed_in_order(monkeypatch: pytest.MonkeyPatch, asked: list) -> None:
+def requests_of(facts: CallFacts) -> dict[str, CompileRequest]:
+    return dict(select.choose_backward(facts, SM90A).requests)
+
+
+@pytest.mark.parametrize("strategy", backward.SCANS)
+def test_every_argument_of_every_kernel_is_passed_in_order(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, asked: list
+) -> None:
     launched = []
 
     def loaded(request):
@@ -293,56 +364,142 @@ def test_every_argument_of_every_kernel_is_passed_in_order(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     inputs = call(in_kernel=True, l2norm=True)
     do, dht = cotangents(inputs)
-    backward.backward(inputs, do, dht)
-    assert [name for name, _ in launched] == list(select.backward_requests(inputs.facts, SM90A)) == list(STEPS)
+    with select.override(backward_strategy=strategy):
+        backward.backward(inputs, do, dht)
+        assert [name for name, _ in launched] == list(requests_of(inputs.facts)) == list(STEPS[strategy])
     arguments_of = dict(launched)
-    assert arguments_of["gate_cumsum"]["A_log"].dtype == torch.float32
-    assert arguments_of["state_gradient_scan"]["do"].dtype == torch.bfloat16
-    assert arguments_of["state_gradient_scan"]["final_state_gradient"].dtype == torch.float32
-    assert arguments_of["state_gradient_scan"]["dv"] is arguments_of["chunk_gradients"]["dv"]
+    scan = arguments_of[SCANS[strategy][-1]]
+    assert {values["A_log"].dtype for values in arguments_of.values() if "A_log" in values} == {torch.float32}
+    assert scan["do"].dtype == torch.bfloat16
+    assert scan["final_state_gradient"].dtype == torch.float32
+    assert scan["dv"] is arguments_of["chunk_gradients"]["dv"]
     assert arguments_of["chunk_gradients"]["dq"].data_ptr() == arguments_of["l2norm_backward"]["dq_unit"].data_ptr()
+
+
+# V = 512: four blocks for each (sequence, value head).
+@pytest.mark.parametrize(("V", "blocks"), [(128, 8), (512, 32)], ids=["V128", "V512"])
+def test_persistent_kernels_have_a_block_for_every_item_up_to_the_sms(
+    V: int, blocks: int, monkeypatch: pytest.MonkeyPatch, asked: list
+) -> None:
+    given = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(kernel_cache, "get", lambda batch: [SimpleNamespace(launch=lambda *x: given.append(x)) for _ in batch])
+    for lengths in ((70,), (70,) * 40):
+        inputs = call(V=V, lengths=lengths)
+        backward.backward(inputs, *cotangents(inputs))
+    assert [x[-1] for x in given if isinstance(x[-1], int)] == [blocks, blocks, H200.sm_count, H200.sm_count]
+
+
+@pytest.mark.parametrize("in_kernel", [True, False], ids=["sigmoid", "as_given"])
+def test_strengths_for_the_inverses_have_the_floor_and_the_sign_of_beta(in_kernel: bool) -> None:
+    inputs = call(in_kernel=in_kernel, betas="beta2")
+    logits = [-200.0, -1.0, 0.0, 1.0, 200.0]
+    inputs.beta[0, :5, 0] = torch.tensor(logits)
+    sigmoid = [0.0, 0.53788, 1.0, 1.46212, 2.0]
+    expected = torch.tensor(sigmoid if in_kernel else logits)
+    expected[expected == 0] = 2.0**-24
+    torch.testing.assert_close(floored_strengths(inputs)[0, :5, 0], expected, rtol=1e-5, atol=0)
+
+
+# Which strategy, and in which chunks
+
+
+@pytest.mark.parametrize(
+    ("changes", "strategy"),
+    [
+        ({}, "registers"),
+        ({"V": 512}, "registers"),
+        ({"V": 192}, "chunked"),
+        ({"K": 96}, "chunked"),
+        ({"dtype": torch.float16}, "chunked"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES, ids=lambda C: f"C{C}")
+def test_the_last_strategy_that_serves_the_call_computes_its_gradients(changes: dict, strategy: str, chunk_size: int) -> None:
+    facts = call(**changes).facts._replace(chunk_size=chunk_size)
+    dispatch = select.choose_backward(facts, SM90A)
+    assert dispatch.strategy == strategy
+    assert dispatch.facts == facts._replace(chunk_size=64)
+    assert {request.problem.C for request in dispatch.requests.values()} == {64}
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES.values() if arch is not SM90A], ids=lambda arch: arch.name)
+def test_other_archs_have_the_baseline(arch: Arch) -> None:
+    assert select.choose_backward(call().facts, arch).strategy == "chunked"
+
+
+def test_chunks_are_smaller_where_shared_memory_is() -> None:
+    facts = call(K=256, V=256).facts
+    assert select.choose_backward(facts, SM90A).facts.chunk_size == 64
+    assert select.choose_backward(facts, ARCHES["sm_120a"]).facts.chunk_size == 32
+
+
+def test_a_strategy_may_be_forced_without_a_say_in_the_forward(asked: list) -> None:
+    inputs = call()
+    forward = pipeline.kernels_for(inputs).strategy
+    for strategy in backward.SCANS:
+        with select.override(backward_strategy=strategy):
+            assert backward.kernels_for(inputs.facts).dispatch.strategy == strategy
+            assert pipeline.kernels_for(inputs).strategy == forward
+    with select.override("chunked"):
+        assert backward.kernels_for(inputs.facts).dispatch.strategy == "registers"
+    with select.override(backward_strategy="registers"), pytest.raises(InvalidConfigError, match="chunked would"):
+        select.choose_backward(call(K=96).facts, SM90A)
+
+
+def test_every_strategy_has_its_scans() -> None:
+    assert plan.BACKWARD_STRATEGIES.keys() == backward.SCANS.keys()
 
 
 @pytest.mark.parametrize(
     ("dtype", "floor"), [(torch.bfloat16, -24), (torch.float16, -14)], ids=["bfloat16", "float16"]
 )
 def test_beta_has_a_floor_above_the_denormal_numbers_of_its_products(dtype: torch.dtype, floor: int) -> None:
-    requests = select.backward_requests(call(dtype=dtype).facts, SM90A)
+    requests = requests_of(call(dtype=dtype).facts)
     assert requests["gate_cumsum"].problem.beta_floor == floor
     assert 2.0**floor >= torch.finfo(dtype).tiny
 
 
-def test_kernels_are_for_what_the_call_has() -> None:
-    facts = call(initial_state=False).facts._replace(output_final_state=False)
-    requests = select.backward_requests(facts, SM90A)
-    assert "l2norm" not in requests
-    assert "l2norm_backward" not in requests
-    assert not requests["state_scan"].problem.has_final_state
-    assert not requests["state_gradient_scan"].problem.has_final_state_gradient
-    assert not requests["state_gradient_scan"].problem.has_initial_state
-    requests = select.backward_requests(call(state_v_first=True).facts, SM90A)
-    assert requests["state_gradient_scan"].problem.has_final_state_gradient
-    assert requests["state_gradient_scan"].problem.has_initial_state
-    assert requests["state_gradient_scan"].problem.state_v_first
+@pytest.mark.parametrize(
+    ("strategy", "scan", "gradient_scan"),
+    [("chunked", "state_scan", "state_gradient_scan"), ("registers", "register_state_scan", "register_gradient_scan")],
+    ids=["chunked", "registers"],
+)
+def test_kernels_are_for_what_the_call_has(strategy: str, scan: str, gradient_scan: str) -> None:
+    with select.override(backward_strategy=strategy):
+        none = requests_of(call(initial_state=False).facts._replace(output_final_state=False))
+        both = requests_of(call(state_v_first=True, state_dtype=torch.float16).facts)
+    assert not {"l2norm", "l2norm_backward"} & none.keys()
+    assert none[scan].problem.initial_state_dtype is None
+    assert not none[gradient_scan].problem.has_final_state_gradient
+    assert not none[gradient_scan].problem.has_initial_state
+    assert both[scan].problem.initial_state_dtype == "float16"
+    assert both[scan].problem.state_v_first
+    assert both[gradient_scan].problem.has_final_state_gradient
+    assert both[gradient_scan].problem.has_initial_state
+    assert both[gradient_scan].problem.state_v_first
 
 
-NO_CONFIG = pytest.mark.xfail(strict=True, reason="no config of chunk_gradients has work for its warps in a chunk of 16")
+def test_a_sigmoid_of_beta_needs_no_kernels_of_its_own() -> None:
+    plain, sigmoid = call(dtype=torch.bfloat16), call(in_kernel=True)
+    assert requests_of(sigmoid.facts)["chunk_inverse"] == requests_of(plain.facts)["chunk_inverse"]
 
 
 @pytest.mark.parametrize("name", models())
-@pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=NO_CONFIG), 32, 64], ids=lambda C: f"C{C}")
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES, ids=lambda C: f"C{C}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_model_can_be_trained_on_hopper(name: str, chunk_size: int, dtype: torch.dtype) -> None:
     shape = models()[name]
     facts = call(dtype=dtype, H=shape.H, HV=shape.HV, K=shape.K, V=shape.V).facts._replace(chunk_size=chunk_size)
-    assert select.backward_requests(facts, SM90A)
+    assert requests_of(facts)
 
 
 def test_both_directions_are_compiled_in_one_go_at_the_first_forward(asked: list) -> None:
     inputs = call()
     assert autograd.covers(inputs)
     (together,) = asked
-    assert set(select.backward_requests(inputs.facts, SM90A).values()) < set(together)
+    assert set(requests_of(inputs.facts).values()) < set(together)
     pipeline.kernels_for(inputs)
     assert set(asked[1]) < set(together)
     assert autograd.covers(call(lengths=(3000,)))
@@ -352,12 +509,12 @@ def test_both_directions_are_compiled_in_one_go_at_the_first_forward(asked: list
 
 def test_a_config_in_force_has_kernels_of_its_own(asked: list) -> None:
     facts = call().facts
-    default = backward.kernels_for(facts)["chunk_gradients"].config
-    configs = chunk_gradients.TEMPLATE.configs(select.backward_requests(facts, SM90A)["chunk_gradients"].problem, SM90A)
+    default = backward.kernels_for(facts).launch["chunk_gradients"].config
+    configs = chunk_gradients.TEMPLATE.configs(requests_of(facts)["chunk_gradients"].problem, SM90A)
     other = next(config for config in configs if config != default)
     with select.override(chunk_gradients=other):
-        assert backward.kernels_for(facts)["chunk_gradients"].config == other
-    assert backward.kernels_for(facts)["chunk_gradients"].config == default
+        assert backward.kernels_for(facts).launch["chunk_gradients"].config == other
+    assert backward.kernels_for(facts).launch["chunk_gradients"].config == default
 
 
 @pytest.mark.parametrize("changes", [{"K": 80}, {"V": 384}], ids=str)
@@ -366,8 +523,9 @@ def test_a_call_that_kernels_do_not_cover_is_not_covered_in_either_direction(cha
     assert not autograd.covers(inputs)
     assert backward.kernels_for(inputs.facts) is None
     assert asked == []
-    with pytest.raises(UnsupportedError, match="gradients of this call"):
-        select.backward_requests(inputs.facts, SM90A)
+    told = r"gradients of this call on sm_90a: in chunks of 64 or 32, chunked: got K=.*; registers: got K="
+    with pytest.raises(UnsupportedError, match=told):
+        select.choose_backward(inputs.facts, SM90A)
 
 
 def test_a_kernel_that_must_not_be_compiled_is_an_error_each_time(asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
