@@ -193,6 +193,23 @@ def test_entries_may_be_removed_while_others_read_and_publish(node, remove, warn
     assert_entries_are_whole(node)
 
 
+def test_builders_may_fill_one_bundle_at_the_same_time(node):
+    assert_served(node.run(lambda: ask(32, 64)), threads=(32, 64))
+    entries = node.entries()
+
+    def ship():
+        for entry in entries:
+            kernel_store.ship(entry, node.root / "bundle")
+
+    (node.root / "bundle").mkdir(mode=0o755)
+    for process in [node.start(ship) for _ in range(8)]:
+        outcome = process.outcome()
+        assert outcome.error is None, outcome.error
+    shutil.rmtree(node.cache)
+    node.environment |= {"QLA_JIT_BUNDLE_PATH": str(node.root / "bundle"), "QLA_JIT_MODE": "require"}
+    assert_served(node.run(lambda: ask(32, 64)), threads=(32, 64), compiles=0)
+
+
 def test_a_gc_that_takes_what_is_still_being_written_costs_at_most_a_warning(node, monkeypatch):
     monkeypatch.setattr(cache_tools, "STAGING_SECONDS", -3600.0)         # the clock was set forward in between
     writers = [node.start(lambda: [ask(n) for n in (32, 64, 128)]) for _ in range(2)]
