@@ -116,25 +116,27 @@ def survive_a_fault_that_passes(new_node: Callable[[], Node], scenario: Scenario
             raise AssertionError(f"{errno.errorcode[error_of(n)]} came from {calls[n - 1]}: {failure}") from failure
 
 
-def survive_a_fault_that_lasts(new_node: Callable[[], Node], scenario: Scenario, error_of: Callable[[int], int]) -> None:
-    """Let every call of one function fail, then in another world of the next."""
-    _, calls, _ = ask_with_fault(new_node(), scenario, errno.EIO, first=NEVER)
-    for n, function in enumerate(sorted({call.split()[0] for call in calls})):
-        node = new_node()
-        outcome, _, hits = ask_with_fault(node, scenario, error_of(n), functions=(function,))
-        assert hits > 0
-        try:
-            if outcome.error is not None and not scenario.may_compile:
-                assert outcome.error.startswith(("KernelNotCachedError", "EnvironmentUnsuitable"))
-            else:
-                assert_served(outcome, warnings=1 + scenario.damaged)
-            if function not in REMOVAL:
-                assert_nothing_is_in_staging(node)
-            if scenario.damaged and (node.entry() / kernel_store.MANIFEST).exists():
-                assert_served(node.run(ask), warnings=1)     # it could not be set aside before
-            assert_nothing_is_lost(node, scenario)
-        except AssertionError as failure:
-            raise AssertionError(f"{errno.errorcode[error_of(n)]} always came from {function}: {failure}") from failure
+def survive_a_fault_that_lasts(node: Node, scenario: Scenario, function: str, error: int) -> None:
+    """Let every call of a function fail."""
+    outcome, _, hits = ask_with_fault(node, scenario, error, functions=(function,))
+    assert hits > 0
+    try:
+        if outcome.error is not None and not scenario.may_compile:
+            assert outcome.error.startswith(("KernelNotCachedError", "EnvironmentUnsuitable"))
+        else:
+            assert_served(outcome, warnings=1 + scenario.damaged)
+        if function not in REMOVAL:
+            assert_nothing_is_in_staging(node)
+        if scenario.damaged and (node.entry() / kernel_store.MANIFEST).exists():
+            assert_served(node.run(ask), warnings=1)         # it could not be set aside before
+        assert_nothing_is_lost(node, scenario)
+    except AssertionError as failure:
+        raise AssertionError(f"{errno.errorcode[error]} always came from {function}: {failure}") from failure
+
+
+def functions_called(node: Node, scenario: Scenario) -> list[str]:
+    _, calls, _ = ask_with_fault(node, scenario, errno.EIO, first=NEVER)
+    return sorted({call.split()[0] for call in calls})
 
 
 def in_turn(n: int) -> int:
@@ -148,7 +150,15 @@ def test_a_fault_that_passes_changes_nothing(new_node, scenario):
 
 @scenarios
 def test_a_fault_that_lasts_costs_a_warning_and_a_compilation(new_node, scenario):
-    survive_a_fault_that_lasts(new_node, scenario, in_turn)
+    for n, function in enumerate(functions_called(new_node(), scenario)):
+        survive_a_fault_that_lasts(new_node(), scenario, function, in_turn(n))
+
+
+@errors
+@pytest.mark.parametrize(("name", "function"), [("locks", "flock"), ("empty", "mkdir"), ("empty", "fsync"), ("empty", "rename")])
+def test_publishing_survives_every_error(node, name, function, error):
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
+    survive_a_fault_that_lasts(node, scenario, function, error)
 
 
 @pytest.mark.slow
@@ -156,7 +166,8 @@ def test_a_fault_that_lasts_costs_a_warning_and_a_compilation(new_node, scenario
 @scenarios
 def test_every_fault_that_passes_or_lasts(new_node, scenario, error):
     survive_a_fault_that_passes(new_node, scenario, lambda n: error)
-    survive_a_fault_that_lasts(new_node, scenario, lambda n: error)
+    for function in functions_called(new_node(), scenario):
+        survive_a_fault_that_lasts(new_node(), scenario, function, error)
 
 
 # Faults that are not one call's.
