@@ -1,0 +1,769 @@
+"""The gradients of queries, keys, gates and write strengths, chunk by chunk, with a warpgroup for each of their parts.
+
+As chunk_gradients, for K = V = 128 and chunks of 64, with S and dS' transposed [slots, HV, V, K]:
+
+    scores     dP   = scale Gamma o lower(dO V_new^T)         dM = -Gamma o strictly_lower(dW V_new^T)
+               the sums of Z = dP o (Q K^T) + dM o (K K^T) by row and by column; the diagonal of dW V_new^T, for dbeta
+    queries    dQ_S = scale gamma o (dO S^T)                  dQ = dQ_S + dP K
+               the rows of Q o dQ_S; sum(S o dS')
+    keys       dK_S = (gamma_L / gamma) o (V_new dS'^T)       dK_U = -gamma o (dW S^T)
+               dK = dK_S + dK_U + dP^T Q + (dM + dM^T) K;     the rows of K o dK_S and K o dK_U
+
+Blocks are persistent and walk over (chunk, key head); the value heads of a key head follow one another and add up in registers.
+Three single warps load, a fourth turns g_sum into factors and the sums into dg and dbeta. The warpgroups meet twice for a
+head: at dP and dM, and at the sums.
+
+On an H200 16,384 chunks of value heads, two to a key head, take 0.81 ms, which is 2.9 TB/s; chunk_gradients takes 1.33 ms.
+"""
+
+from dataclasses import dataclass
+
+from .arch import Arch
+from .contract import Buffer, Rejection, Role, Template, knob
+from .language import T, macro
+from .macros.gates import LOG2E
+from .macros.register_roles import HALF, WARP, allocate, allow_register_indices, load_rows, signal, wait_free, wait_full
+from .macros.register_tiles import PRELUDE as TILES
+from .macros.register_tiles import from_registers, row_lane_offset, to_registers
+from .macros.sequences import locate_chunk
+
+DIM = 128                                # of keys and of values
+GATE_STAGES = 2
+
+# Rows of the gates tile, over tokens: scale gamma for Q, gamma_L / gamma and -gamma for K, log2 gamma.
+READ, TO_END, ERASE, LOG_GAMMA = range(4)
+
+# Rows of the sums tile, over tokens: Z by row, Z by column from each of four warps, the diagonal, Q o dQ_S, K o (dK_U - dK_S),
+# K o dK_S; behind them sum(S o dS') of each of four warps.
+BY_ROW, BY_COLUMN, DIAGONAL, QUERIES, KEYS, KEYS_STATE, OVERLAP = 0, 1, 5, 6, 7, 8, 9
+
+SCORES, QUERY_SUMS, KEY_SUMS = Role("scores", 128, 152), Role("queries", 128, 168), Role("keys", 128, 168)
+LOADERS = Role("loaders", 128, 24)
+
+PRELUDE = TILES + r"""
+QLA_DEVICE void qla_store_one(float* to, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(qla_shared(to, 0)), "f"(x) : "memory");
+}
+// x = factor exp2(row - column) o x on and below the diagonal (below it only, if strict), 0 elsewhere and from row `valid` on;
+// into a swizzled 64 x 64 tile in bf16. What is not wanted is chosen away: it may be NaN.
+QLA_DEVICE void qla_score_gradient(float* x, void* tile, int offset, const float* row, const float* column, float factor,
+                                   int strict, int valid) {
+  int lane = threadIdx.x & 31, upper = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2), first = 2 * (lane & 3);
+  QLA_UNROLL for (int i = 0; i < 4; ++i) {
+    float* v = x + 8 * i;
+    QLA_UNROLL for (int e = 0; e < 8; ++e) {
+      int a = upper + 8 * ((e >> 1) & 1), b = 16 * i + first + (e & 1) + 8 * (e >> 2);
+      float y = v[e] * factor * qla_exp2(row[(e >> 1) & 1] - column[4 * i + 2 * (e >> 2) + (e & 1)]);
+      v[e] = a >= b + strict && a < valid ? y : 0.0f;
+    }
+    qla_store_matrix(tile, offset ^ (i << 5), qla_pack(v[0], v[1]), qla_pack(v[2], v[3]), qla_pack(v[4], v[5]),
+                     qla_pack(v[6], v[7]));
+  }
+}
+// The diagonal of a 64 x 64 accumulator.
+QLA_DEVICE void qla_store_diagonal(const float* x, float* to) {
+  int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  QLA_UNROLL for (int i = 0; i < 4; ++i) QLA_UNROLL for (int e = 0; e < 8; ++e) {
+    int a = (lane >> 2) + 8 * ((e >> 1) & 1), b = 2 * (lane & 3) + (e & 1) + 8 * (e >> 2);
+    if (i == warp && a == b) qla_store_one(to + 16 * i + a, x[8 * i + e]);
+  }
+}
+// The sums of x o y by row and by column, for this thread's two rows and 16 columns.
+QLA_DEVICE void qla_add_products(const float* x, const float* y, float* rows, float* columns) {
+  QLA_UNROLL for (int i = 0; i < 4; ++i) QLA_UNROLL for (int e = 0; e < 8; ++e) {
+    float z = x[8 * i + e] * y[8 * i + e];
+    rows[(e >> 1) & 1] += z;
+    columns[4 * i + 2 * (e >> 2) + (e & 1)] += z;
+  }
+}
+QLA_DEVICE void qla_store_rows(float* rows, float* to) {
+  int lane = threadIdx.x & 31, upper = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2);
+  QLA_UNROLL for (int h = 0; h < 2; ++h) {
+    rows[h] += __shfl_xor_sync(~0u, rows[h], 1);
+    rows[h] += __shfl_xor_sync(~0u, rows[h], 2);
+    if ((lane & 3) == 0) qla_store_one(to + upper + 8 * h, rows[h]);
+  }
+}
+// One row of `to` for each of the four warps.
+QLA_DEVICE void qla_store_columns(float* columns, float* to) {
+  int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  QLA_UNROLL for (int c = 0; c < 16; ++c) {
+    QLA_UNROLL for (int step = 4; step < 32; step *= 2) columns[c] += __shfl_xor_sync(~0u, columns[c], step);
+    if (lane < 4) qla_store_one(to + 64 * warp + 8 * (c >> 1) + 2 * lane + (c & 1), columns[c]);
+  }
+}
+// total += factor(row) x for 64 columns, and rows += what was added times a swizzled tile of the same shape.
+QLA_DEVICE void qla_add_scaled_rows(const float* x, float* total, const void* tile, int offset, float upper, float lower,
+                                    float* rows) {
+  QLA_UNROLL for (int i = 0; i < 4; ++i) {
+    unsigned pairs[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3]) : "r"(qla_shared(tile, offset ^ (i << 5))));
+    QLA_UNROLL for (int p = 0; p < 4; ++p) {
+      const float* v = x + 8 * i + 2 * p;
+      float f = p & 1 ? lower : upper, low = f * v[0], high = f * v[1];
+      total[8 * i + 2 * p] += low;
+      total[8 * i + 2 * p + 1] += high;
+      rows[p & 1] += low * __uint_as_float(pairs[p] << 16) + high * __uint_as_float(pairs[p] & 0xffff0000u);
+    }
+  }
+}
+// The sum of x o y over two tiles of 128 x 128 in bf16 that are swizzled alike; one number for each warp of the warpgroup.
+QLA_DEVICE void qla_store_overlap(const void* x, const void* y, float* to) {
+  int thread = threadIdx.x & 127;
+  float sum = 0.0f;
+  QLA_UNROLL for (int i = 0; i < 16; ++i) {
+    unsigned a[4], b[4];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(qla_shared(x, 16 * thread + 2048 * i)));
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(qla_shared(y, 16 * thread + 2048 * i)));
+    QLA_UNROLL for (int j = 0; j < 4; ++j)
+      sum += __uint_as_float(a[j] << 16) * __uint_as_float(b[j] << 16) +
+             __uint_as_float(a[j] & 0xffff0000u) * __uint_as_float(b[j] & 0xffff0000u);
+  }
+  QLA_UNROLL for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if ((thread & 31) == 0) qla_store_one(to + (thread >> 5), sum);
+}
+// dg of tokens `lane` and `lane + 32` of the chunk, from the sums tile.
+QLA_DEVICE void qla_gate_gradient(float* dg, const float* sums, float last_gamma, int valid) {
+  int lane = threadIdx.x & 31;
+  float at_end = 0.0f, d[2];
+  QLA_UNROLL for (int h = 0; h < 2; ++h) {
+    const float* s = sums + lane + 32 * h;
+    float z = s[0] - (s[64] + s[128] + s[192] + s[256]);
+    d[h] = lane + 32 * h < valid ? z + s[384] + s[448] : 0.0f;
+    at_end += lane + 32 * h < valid ? s[512] : 0.0f;
+  }
+  QLA_UNROLL for (int step = 1; step < 32; step *= 2) at_end += __shfl_xor_sync(~0u, at_end, step);
+  at_end += last_gamma * (sums[576] + sums[577] + sums[578] + sums[579]);
+  QLA_UNROLL for (int step = 1; step < 32; step *= 2) {
+    float a = __shfl_down_sync(~0u, d[0], step), b = __shfl_down_sync(~0u, d[1], step);
+    if (lane + step < 32) { d[0] += a; d[1] += b; }
+  }
+  dg[0] = d[0] + __shfl_sync(~0u, d[1], 0) + at_end;
+  dg[1] = d[1] + at_end;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Problem:
+    H: int
+    HV: int
+    K: int
+    V: int
+    C: int
+    dtype: str
+    packed: bool
+    index_dtype: str
+
+
+@dataclass(frozen=True)
+class Config:
+    key_stages: int = knob(1, 2, why="chunks of Q and K in flight, loaded once for all value heads; with 2 of both nothing fits")
+    value_stages: int = knob(1, 2, why="heads of dO, dW and V_new in flight; S and dS' have room for one")
+
+
+def arguments(problem: Problem) -> tuple[str, ...]:
+    return (
+        "q", "k", "v_new", "dv", "do", "states", "state_gradients", "g_sum", "beta_chunks", "cu_seqlens",
+        "dq", "dk", "dg", "dbeta", "scale", "blocks",
+    )  # fmt: skip
+
+
+def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
+    C, dtype = problem.C, problem.dtype
+    return (
+        Buffer("q", (C, DIM), dtype, config.key_stages),
+        Buffer("k", (C, DIM), dtype, config.key_stages),
+        Buffer("do", (C, DIM), dtype, config.value_stages),
+        Buffer("dw", (C, DIM), dtype, config.value_stages),
+        Buffer("v_new", (C, DIM), dtype, config.value_stages),
+        Buffer("s", (DIM, DIM), dtype),
+        Buffer("ds", (DIM, DIM), dtype),
+        Buffer("dp", (C, C), dtype),
+        Buffer("dm", (C, C), dtype),
+        Buffer("gates", (4, C), "float32", GATE_STAGES),
+        Buffer("sums", (10, C), "float32"),
+    )
+
+
+def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
+    return (SCORES, QUERY_SUMS, KEY_SUMS, LOADERS)
+
+
+def shapes_are_covered(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
+    if problem.C != 64 or problem.K != DIM or problem.V != DIM or problem.dtype != "bfloat16":
+        return Rejection(
+            f"written for C=64, K=V={DIM} in bfloat16; got C={problem.C}, K={problem.K}, V={problem.V} in {problem.dtype}"
+        )
+    return None
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    return Config(key_stages=2, value_stages=1)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The shared tiles, and for each the barriers that say when a stage is full and when it is free again."""
+
+    q: object
+    k: object
+    do: object
+    dw: object
+    v_new: object
+    s: object
+    ds: object
+    dp: object
+    dm: object
+    gates: object
+    sums: object
+    barriers: dict
+
+
+def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
+    """Arrivals and stages of each barrier. A tile is full when its writers say so, free when its readers do."""
+    warp, scores, queries, keys = WARP, SCORES.threads, QUERY_SUMS.threads, KEY_SUMS.threads
+    everyone = scores + queries + keys
+    return {
+        "q_full": (warp, config.key_stages),
+        "q_free": (everyone, config.key_stages),
+        "k_full": (warp, config.key_stages),
+        "k_free": (everyone, config.key_stages),
+        "do_full": (warp, config.value_stages),
+        "do_free": (scores + queries, config.value_stages),
+        "dw_full": (warp, config.value_stages),
+        "dw_free": (scores + keys, config.value_stages),
+        "v_new_full": (warp, config.value_stages),
+        "v_new_free": (scores + keys, config.value_stages),
+        "s_full": (warp, 1),
+        "s_free": (queries + keys, 1),
+        "ds_full": (warp, 1),
+        "ds_free": (queries + keys, 1),
+        "scores_full": (scores, 1),                       # dP and dM
+        "scores_free": (queries + keys, 1),
+        "gates_full": (warp, GATE_STAGES),
+        "gates_free": (everyone, GATE_STAGES),
+        "sums_full": (everyone, 1),
+        "sums_free": (warp, 1),
+        "tail_landed": (warp, 2),                         # a ragged chunk's K and Q, before their foreign rows are zeroed
+    }
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The items of a block, chunks of key heads: item = block + step * blocks."""
+
+    problem: object
+    cu_seqlens: object
+    tokens: object
+    N: object
+    slots: object
+    block: object
+    blocks: object
+
+    @property
+    def steps(self):
+        return T.ceildiv(self.slots * self.problem.H - self.block, self.blocks)
+
+
+@macro
+def chunk_of(walk, step):
+    """(slot, key head, sequence, batch row, first token, tokens) of an item; tokens is at most 0 for a slot without a chunk."""
+    problem = walk.problem
+    item = walk.block + step * walk.blocks
+    slot = item // problem.H
+    n, start, valid = locate_chunk(problem.packed, walk.cu_seqlens, walk.N, walk.tokens, slot, problem.C)
+    row = T.alloc_var("int32")
+    row = 0 if problem.packed else n
+    return slot, item % problem.H, n, row, start, valid
+
+
+@macro
+def store_gradient(walk, n, row, start, valid, key_head, total, gradient):
+    # rows of the sequence, and zeros for tokens behind the last sequence
+    problem = walk.problem
+    for a, b in T.Parallel(problem.C, DIM):
+        if a < valid:
+            gradient[row, start + a, key_head, b] = T.cast(total[a, b], problem.dtype)
+
+
+@macro
+def zero_rest(walk, n, start, valid, key_head, gradient):
+    problem = walk.problem
+    if problem.packed:
+        if n == walk.N - 1 and valid < problem.C:
+            for a, b in T.Parallel(problem.C, DIM):
+                if a >= valid and start + a >= walk.cu_seqlens[walk.N] and start + a < walk.tokens:
+                    gradient[0, start + a, key_head, b] = T.cast(0.0, problem.dtype)
+
+
+@macro
+def score_gradients(config, walk, tiles, thread, scale):
+    # dP, dM, the sums of Z, the diagonal of dW V_new^T
+    problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
+    stages = config.value_stages
+    dp = T.alloc_fragment((C, C), "float32")
+    dm = T.alloc_fragment((C, C), "float32")
+    scores = T.alloc_fragment((C, C), "float32")
+    dp_registers = T.alloc_local((32,), "float32")
+    dm_registers = T.alloc_local((32,), "float32")
+    score_registers = T.alloc_local((32,), "float32")
+    row_factor = T.alloc_local((4,), "float32")
+    column_factor = T.alloc_local((16,), "float32")
+    row_sums = T.alloc_local((2,), "float32")
+    column_sums = T.alloc_local((16,), "float32")
+    lane = thread % 32
+    row_of = 16 * (thread % 128 // 32) + lane // 4
+    column = 2 * (lane % 4)
+    lane_offset = T.alloc_var("int32")
+    lane_offset = row_lane_offset(thread)
+    t = T.alloc_var("int32")             # items with a chunk since the block began
+    h = T.alloc_var("int32")             # value heads, likewise
+    t = 0
+    h = 0
+    for step in T.serial(walk.steps):
+        _slot, _key_head, _n, _row, _start, valid = chunk_of(walk, step)
+        if valid > 0:
+            key_stage = t % config.key_stages
+            wait_full(barriers, "q", config.key_stages, t)
+            wait_full(barriers, "k", config.key_stages, t)
+            for member in T.serial(problem.HV // problem.H):
+                stage = h % stages
+                gate_stage = h % GATE_STAGES
+                wait_full(barriers, "v_new", stages, h)
+                wait_full(barriers, "do", stages, h)
+                T.wgmma_gemm(tiles.do[stage, :, :], tiles.v_new[stage, :, :], dp, transpose_B=True, clear_accum=True)
+                wait_full(barriers, "dw", stages, h)
+                T.wgmma_gemm(tiles.dw[stage, :, :], tiles.v_new[stage, :, :], dm, transpose_B=True, clear_accum=True)
+                wait_full(barriers, "gates", GATE_STAGES, h)
+                T.call_extern(
+                    "handle", "qla_load_rows", T.address_of(row_factor[0]),
+                    T.access_ptr(tiles.gates[gate_stage, LOG_GAMMA, row_of], "r", 1), 0,
+                )  # fmt: skip
+                T.call_extern(
+                    "handle", "qla_load_columns", T.address_of(column_factor[0]),
+                    T.access_ptr(tiles.gates[gate_stage, LOG_GAMMA, column], "r", 1),
+                )  # fmt: skip
+                wait_free(barriers, "scores", 1, h)
+                T.wait_wgmma(1)
+                signal(barriers, "do_free", stages, h)
+                to_registers(C, C, dp, dp_registers)
+                T.call_extern(
+                    "handle", "qla_score_gradient", T.address_of(dp_registers[0]), T.access_ptr(tiles.dp[0, 0, 0], "r", C * C),
+                    lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), scale, 0, valid,
+                )  # fmt: skip
+                T.wait_wgmma(0)
+                signal(barriers, "dw_free", stages, h)
+                signal(barriers, "v_new_free", stages, h)
+                to_registers(C, C, dm, dm_registers)
+                wait_free(barriers, "sums", 1, h)
+                T.call_extern(
+                    "handle", "qla_store_diagonal", T.address_of(dm_registers[0]),
+                    T.access_ptr(tiles.sums[0, DIAGONAL, 0], "r", C),
+                )  # fmt: skip
+                T.call_extern(
+                    "handle", "qla_score_gradient", T.address_of(dm_registers[0]), T.access_ptr(tiles.dm[0, 0, 0], "r", C * C),
+                    lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), -1.0, 1, valid,
+                )  # fmt: skip
+                signal(barriers, "gates_free", GATE_STAGES, h)
+                T.fence_proxy_async()
+                signal(barriers, "scores_full", 1, h)
+                for e in T.unroll(2):
+                    row_sums[e] = 0.0
+                for e in T.unroll(16):
+                    column_sums[e] = 0.0
+                T.wgmma_gemm(tiles.q[key_stage, :, :], tiles.k[key_stage, :, :], scores, transpose_B=True, clear_accum=True)
+                T.wait_wgmma(0)
+                to_registers(C, C, scores, score_registers)
+                T.call_extern(
+                    "handle", "qla_add_products", T.address_of(dp_registers[0]), T.address_of(score_registers[0]),
+                    T.address_of(row_sums[0]), T.address_of(column_sums[0]),
+                )  # fmt: skip
+                T.wgmma_gemm(tiles.k[key_stage, :, :], tiles.k[key_stage, :, :], scores, transpose_B=True, clear_accum=True)
+                T.wait_wgmma(0)
+                to_registers(C, C, scores, score_registers)
+                T.call_extern(
+                    "handle", "qla_add_products", T.address_of(dm_registers[0]), T.address_of(score_registers[0]),
+                    T.address_of(row_sums[0]), T.address_of(column_sums[0]),
+                )  # fmt: skip
+                T.call_extern(
+                    "handle", "qla_store_rows", T.address_of(row_sums[0]), T.access_ptr(tiles.sums[0, BY_ROW, 0], "r", C)
+                )
+                T.call_extern(
+                    "handle", "qla_store_columns", T.address_of(column_sums[0]), T.access_ptr(tiles.sums[0, BY_COLUMN, 0], "r", C)
+                )
+                signal(barriers, "sums_full", 1, h)
+                h = h + 1
+            signal(barriers, "q_free", config.key_stages, t)
+            signal(barriers, "k_free", config.key_stages, t)
+            t = t + 1
+
+
+@macro
+def add_scaled(x, total, registers, total_registers, tile, stage, lane_offset, upper, lower, rows):
+    # total += factor(row) x; rows += that o tile
+    to_registers(64, DIM, x, registers)
+    to_registers(64, DIM, total, total_registers)
+    for half in T.unroll(2):
+        T.call_extern(
+            "handle", "qla_add_scaled_rows", T.address_of(registers[half * 32]), T.address_of(total_registers[half * 32]),
+            T.access_ptr(tile[stage, 0, half * HALF], "r", 64), lane_offset, upper, lower, T.address_of(rows[0]),
+        )  # fmt: skip
+    from_registers(64, DIM, total_registers, total)
+
+
+@macro
+def query_gradients(config, walk, tiles, thread, dq):
+    # dQ_S = scale gamma o (dO S^T);  dQ = dQ_S + dP K;  the rows of Q o dQ_S, and sum(S o dS')
+    problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
+    stages = config.value_stages
+    own = T.alloc_fragment((C, DIM), "float32")
+    total = T.alloc_fragment((C, DIM), "float32")
+    registers = T.alloc_local((64,), "float32")
+    total_registers = T.alloc_local((64,), "float32")
+    factor = T.alloc_local((4,), "float32")
+    row_sums = T.alloc_local((2,), "float32")
+    row_of = 16 * (thread % 128 // 32) + thread % 32 // 4
+    lane_offset = T.alloc_var("int32")
+    lane_offset = row_lane_offset(thread)
+    t = T.alloc_var("int32")
+    h = T.alloc_var("int32")
+    t = 0
+    h = 0
+    for step in T.serial(walk.steps):
+        _slot, key_head, n, row, start, valid = chunk_of(walk, step)
+        if valid > 0:
+            key_stage = t % config.key_stages
+            T.clear(total)
+            wait_full(barriers, "q", config.key_stages, t)
+            wait_full(barriers, "k", config.key_stages, t)
+            for member in T.serial(problem.HV // problem.H):
+                stage = h % stages
+                wait_full(barriers, "do", stages, h)
+                wait_full(barriers, "s", 1, h)
+                T.wgmma_gemm(tiles.do[stage, :, :], tiles.s[0, :, :], own, clear_accum=True)
+                wait_full(barriers, "ds", 1, h)
+                wait_free(barriers, "sums", 1, h)
+                T.call_extern(
+                    "handle", "qla_store_overlap", T.access_ptr(tiles.s[0, 0, 0], "r", DIM * DIM),
+                    T.access_ptr(tiles.ds[0, 0, 0], "r", DIM * DIM), T.access_ptr(tiles.sums[0, OVERLAP, 0], "r", 4),
+                )  # fmt: skip
+                wait_full(barriers, "gates", GATE_STAGES, h)
+                T.call_extern(
+                    "handle", "qla_load_rows", T.address_of(factor[0]),
+                    T.access_ptr(tiles.gates[h % GATE_STAGES, READ, row_of], "r", 1), 0,
+                )  # fmt: skip
+                for e in T.unroll(2):
+                    row_sums[e] = 0.0
+                T.wait_wgmma(0)
+                signal(barriers, "do_free", stages, h)
+                signal(barriers, "s_free", 1, h)
+                signal(barriers, "ds_free", 1, h)
+                signal(barriers, "gates_free", GATE_STAGES, h)
+                add_scaled(
+                    own, total, registers, total_registers, tiles.q, key_stage, lane_offset, factor[0], factor[1], row_sums
+                )
+                T.call_extern(
+                    "handle", "qla_store_rows", T.address_of(row_sums[0]), T.access_ptr(tiles.sums[0, QUERIES, 0], "r", C)
+                )
+                signal(barriers, "sums_full", 1, h)
+                wait_full(barriers, "scores", 1, h)
+                T.wgmma_gemm(tiles.dp[0, :, :], tiles.k[key_stage, :, :], total)
+                T.wait_wgmma(0)
+                signal(barriers, "scores_free", 1, h)
+                h = h + 1
+            signal(barriers, "q_free", config.key_stages, t)
+            signal(barriers, "k_free", config.key_stages, t)
+            t = t + 1
+            store_gradient(walk, n, row, start, valid, key_head, total, dq)
+        zero_rest(walk, n, start, valid, key_head, dq)
+
+
+@macro
+def key_gradients(config, walk, tiles, thread, dk):
+    # dK_S = (gamma_L / gamma) o (V_new dS'^T);  dK_U = -gamma o (dW S^T);  dK = dK_S + dK_U + dP^T Q + (dM + dM^T) K
+    problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
+    stages = config.value_stages
+    own = T.alloc_fragment((C, DIM), "float32")
+    total = T.alloc_fragment((C, DIM), "float32")
+    registers = T.alloc_local((64,), "float32")
+    total_registers = T.alloc_local((64,), "float32")
+    factor = T.alloc_local((4,), "float32")
+    state_sums = T.alloc_local((2,), "float32")
+    erase_sums = T.alloc_local((2,), "float32")
+    row_of = 16 * (thread % 128 // 32) + thread % 32 // 4
+    lane_offset = T.alloc_var("int32")
+    lane_offset = row_lane_offset(thread)
+    t = T.alloc_var("int32")
+    h = T.alloc_var("int32")
+    t = 0
+    h = 0
+    for step in T.serial(walk.steps):
+        _slot, key_head, n, row, start, valid = chunk_of(walk, step)
+        if valid > 0:
+            key_stage = t % config.key_stages
+            T.clear(total)
+            wait_full(barriers, "q", config.key_stages, t)
+            wait_full(barriers, "k", config.key_stages, t)
+            for member in T.serial(problem.HV // problem.H):
+                stage = h % stages
+                wait_full(barriers, "v_new", stages, h)
+                wait_full(barriers, "ds", 1, h)
+                T.wgmma_gemm(tiles.v_new[stage, :, :], tiles.ds[0, :, :], own, clear_accum=True)
+                wait_full(barriers, "gates", GATE_STAGES, h)
+                T.call_extern(
+                    "handle", "qla_load_rows", T.address_of(factor[0]),
+                    T.access_ptr(tiles.gates[h % GATE_STAGES, TO_END, row_of], "r", 1), (ERASE - TO_END) * C,
+                )  # fmt: skip
+                for e in T.unroll(2):
+                    state_sums[e] = 0.0
+                    erase_sums[e] = 0.0
+                T.wait_wgmma(0)
+                signal(barriers, "v_new_free", stages, h)
+                signal(barriers, "ds_free", 1, h)
+                signal(barriers, "gates_free", GATE_STAGES, h)
+                add_scaled(
+                    own, total, registers, total_registers, tiles.k, key_stage, lane_offset, factor[0], factor[1], state_sums
+                )
+                wait_full(barriers, "dw", stages, h)
+                wait_full(barriers, "s", 1, h)
+                T.wgmma_gemm(tiles.dw[stage, :, :], tiles.s[0, :, :], own, clear_accum=True)
+                T.wait_wgmma(0)
+                signal(barriers, "dw_free", stages, h)
+                signal(barriers, "s_free", 1, h)
+                add_scaled(
+                    own, total, registers, total_registers, tiles.k, key_stage, lane_offset, factor[2], factor[3], erase_sums
+                )
+                for e in T.unroll(2):
+                    erase_sums[e] = erase_sums[e] - state_sums[e]
+                wait_free(barriers, "sums", 1, h)
+                T.call_extern(
+                    "handle", "qla_store_rows", T.address_of(erase_sums[0]), T.access_ptr(tiles.sums[0, KEYS, 0], "r", C)
+                )
+                T.call_extern(
+                    "handle", "qla_store_rows", T.address_of(state_sums[0]), T.access_ptr(tiles.sums[0, KEYS_STATE, 0], "r", C)
+                )
+                signal(barriers, "sums_full", 1, h)
+                wait_full(barriers, "scores", 1, h)
+                T.wgmma_gemm(tiles.dp[0, :, :], tiles.q[key_stage, :, :], total, transpose_A=True)
+                T.wgmma_gemm(tiles.dm[0, :, :], tiles.k[key_stage, :, :], total)
+                T.wgmma_gemm(tiles.dm[0, :, :], tiles.k[key_stage, :, :], total, transpose_A=True)
+                T.wait_wgmma(0)
+                signal(barriers, "scores_free", 1, h)
+                h = h + 1
+            signal(barriers, "q_free", config.key_stages, t)
+            signal(barriers, "k_free", config.key_stages, t)
+            t = t + 1
+            store_gradient(walk, n, row, start, valid, key_head, total, dk)
+        zero_rest(walk, n, start, valid, key_head, dk)
+
+
+@macro
+def load_keys(config, walk, tiles, q, k, do):
+    problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
+    stages = config.value_stages
+    t = T.alloc_var("int32")
+    h = T.alloc_var("int32")
+    tails = T.alloc_var("int32")
+    t = 0
+    h = 0
+    tails = 0
+    for step in T.serial(walk.steps):
+        _slot, key_head, _n, row, start, valid = chunk_of(walk, step)
+        if valid > 0:
+            key_stage = t % config.key_stages
+            wait_free(barriers, "k", config.key_stages, t)
+            load_rows(k, row, start, key_head, 0, DIM, valid, C, tiles.k, key_stage, barriers, "k_full", 0, tails)
+            signal(barriers, "k_full", config.key_stages, t)
+            wait_free(barriers, "q", config.key_stages, t)
+            load_rows(q, row, start, key_head, 0, DIM, valid, C, tiles.q, key_stage, barriers, "q_full", 1, tails)
+            signal(barriers, "q_full", config.key_stages, t)
+            if valid < C:
+                tails = tails + 1
+            t = t + 1
+            for member in T.serial(problem.HV // problem.H):
+                head = key_head * (problem.HV // problem.H) + member
+                stage = h % stages
+                wait_free(barriers, "do", stages, h)
+                T.tma_copy(do[row, start : start + C, head, 0:DIM], tiles.do[stage, :, :], barrier=barriers["do_full"][stage])
+                signal(barriers, "do_full", stages, h)
+                h = h + 1
+
+
+@macro
+def load_values(config, walk, tiles, v_new, dv):
+    problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
+    stages = config.value_stages
+    h = T.alloc_var("int32")
+    h = 0
+    for step in T.serial(walk.steps):
+        slot, key_head, _n, row, start, valid = chunk_of(walk, step)
+        if valid > 0:
+            for member in T.serial(problem.HV // problem.H):
+                head = key_head * (problem.HV // problem.H) + member
+                stage = h % stages
+                wait_free(barriers, "v_new", stages, h)
+                T.tma_copy(v_new[slot, head, 0:C, 0:DIM], tiles.v_new[stage, :, :], barrier=barriers["v_new_full"][stage])
+                signal(barriers, "v_new_full", stages, h)
+                wait_free(barriers, "dw", stages, h)
+                T.tma_copy(dv[row, start : start + C, head, 0:DIM], tiles.dw[stage, :, :], barrier=barriers["dw_full"][stage])
+                signal(barriers, "dw_full", stages, h)
+                h = h + 1
+
+
+@macro
+def load_states(walk, tiles, states, state_gradients):
+    problem, barriers = walk.problem, tiles.barriers
+    h = T.alloc_var("int32")
+    h = 0
+    for step in T.serial(walk.steps):
+        slot, key_head, _n, _row, _start, valid = chunk_of(walk, step)
+        if valid > 0:
+            for member in T.serial(problem.HV // problem.H):
+                head = key_head * (problem.HV // problem.H) + member
+                wait_free(barriers, "ds", 1, h)
+                T.tma_copy(state_gradients[slot, head, 0:DIM, 0:DIM], tiles.ds[0, :, :], barrier=barriers["ds_full"][0])
+                signal(barriers, "ds_full", 1, h)
+                wait_free(barriers, "s", 1, h)
+                T.tma_copy(states[slot, head, 0:DIM, 0:DIM], tiles.s[0, :, :], barrier=barriers["s_full"][0])
+                signal(barriers, "s_full", 1, h)
+                h = h + 1
+
+
+@macro
+def finish_head(walk, tiles, lane, h, place, last_gamma, strength, gradient, dg, dbeta):
+    # dg and dbeta of a head whose sums are complete; strength is beta of this lane's two tokens, rounded as A was
+    head, row, start, valid = place[0], place[1], place[2], place[3]
+    T.barrier_wait(tiles.barriers["sums_full"][0], h % 2)
+    T.call_extern(
+        "handle", "qla_gate_gradient", T.address_of(gradient[0]), T.access_ptr(tiles.sums[0, 0, 0], "r", 1), last_gamma, valid
+    )
+    for e in T.unroll(2):
+        if lane + 32 * e < valid:
+            dg[row, start + lane + 32 * e, head] = gradient[e]
+            dbeta[row, start + lane + 32 * e, head] = tiles.sums[0, DIAGONAL, lane + 32 * e] / (strength[e] * strength[e])
+    T.barrier_arrive(tiles.barriers["sums_free"][0])
+
+
+@macro
+def finish_heads(walk, tiles, lane, scale, g_sum, beta_chunks, dg, dbeta):
+    # The factors of a head, then dg and dbeta of the head before, so that the warpgroups do not wait for factors.
+    problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
+    group = problem.HV // problem.H
+    sums = T.alloc_local((2,), "float32")
+    strength = T.alloc_local((2,), "float32")
+    gradient = T.alloc_local((2,), "float32")
+    last = T.alloc_var("float32")
+    h = T.alloc_var("int32")
+    before = T.alloc_local((4,), "int32")                # head, row, start and valid of the head before
+    before_last = T.alloc_var("float32")
+    before_strength = T.alloc_local((2,), "float32")
+    h = 0
+    for step in T.serial(walk.steps):
+        slot, key_head, n, row, start, valid = chunk_of(walk, step)
+        if valid > 0:
+            for member in T.serial(group):
+                head = key_head * group + member
+                stage = h % GATE_STAGES
+                for e in T.unroll(2):
+                    sums[e] = g_sum[slot, head, lane + 32 * e] * LOG2E
+                    strength[e] = T.cast(T.cast(beta_chunks[slot, head, lane + 32 * e], problem.dtype), "float32")
+                last = g_sum[slot, head, C - 1] * LOG2E
+                wait_free(barriers, "gates", GATE_STAGES, h)
+                for e in T.unroll(2):
+                    tiles.gates[stage, READ, lane + 32 * e] = T.exp2(sums[e]) * scale
+                    tiles.gates[stage, TO_END, lane + 32 * e] = T.exp2(last - sums[e])
+                    tiles.gates[stage, ERASE, lane + 32 * e] = -T.exp2(sums[e])
+                    tiles.gates[stage, LOG_GAMMA, lane + 32 * e] = sums[e]
+                signal(barriers, "gates_full", GATE_STAGES, h)
+                if h > 0:
+                    finish_head(walk, tiles, lane, h - 1, before, before_last, before_strength, gradient, dg, dbeta)
+                before[0] = head
+                before[1] = row
+                before[2] = start
+                before[3] = valid
+                before_last = T.exp2(last)
+                for e in T.unroll(2):
+                    before_strength[e] = strength[e]
+                h = h + 1
+        if problem.packed:
+            if n == walk.N - 1 and valid < C:
+                for e in T.unroll(2):
+                    token = start + lane + 32 * e
+                    if lane + 32 * e >= valid and token >= walk.cu_seqlens[walk.N] and token < walk.tokens:
+                        for member in T.serial(group):
+                            dg[0, token, key_head * group + member] = 0.0
+                            dbeta[0, token, key_head * group + member] = 0.0
+    if h > 0:
+        finish_head(walk, tiles, lane, h - 1, before, before_last, before_strength, gradient, dg, dbeta)
+
+
+def build(problem: Problem, config: Config):
+    allow_register_indices()
+    H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
+    B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
+    N = bounds - 1 if problem.packed else B
+
+    @T.prim_func
+    def warpgroup_gradients(
+        q: T.Tensor((B, tokens, H, K), dtype),
+        k: T.Tensor((B, tokens, H, K), dtype),
+        v_new: T.Tensor((slots, HV, C, V), dtype),
+        dv: T.Tensor((B, tokens, HV, V), dtype),
+        do: T.Tensor((B, tokens, HV, V), dtype),
+        states: T.Tensor((slots, HV, V, K), dtype),
+        state_gradients: T.Tensor((slots, HV, V, K), dtype),
+        g_sum: T.Tensor((slots, HV, C), "float32"),
+        beta_chunks: T.Tensor((slots, HV, C), "float32"),
+        cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
+        dq: T.Tensor((B, tokens, H, K), dtype),
+        dk: T.Tensor((B, tokens, H, K), dtype),
+        dg: T.Tensor((B, tokens, HV), "float32"),
+        dbeta: T.Tensor((B, tokens, HV), "float32"),
+        scale: T.float32,
+        blocks: T.int32,
+    ):
+        with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
+            shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
+            tiles = Tiles(**shared, barriers=barriers)
+            walk = Walk(problem, cu_seqlens, tokens, N, slots, block, blocks)
+            thread = T.get_thread_binding()
+            if thread < 128:
+                T.set_max_nreg(SCORES.registers, 1)
+                score_gradients(config, walk, tiles, thread, scale)
+            elif thread < 256:
+                T.set_max_nreg(QUERY_SUMS.registers, 1)
+                query_gradients(config, walk, tiles, thread, dq)
+            elif thread < 384:
+                T.set_max_nreg(KEY_SUMS.registers, 1)
+                key_gradients(config, walk, tiles, thread, dk)
+            else:
+                T.set_max_nreg(LOADERS.registers, 0)
+                if thread < 416:
+                    load_keys(config, walk, tiles, q, k, do)
+                elif thread < 448:
+                    load_values(config, walk, tiles, v_new, dv)
+                elif thread < 480:
+                    load_states(walk, tiles, states, state_gradients)
+                else:
+                    finish_heads(walk, tiles, thread - 480, scale, g_sum, beta_chunks, dg, dbeta)
+
+    return warpgroup_gradients
+
+
+TEMPLATE = Template(
+    name="warpgroup_gradients",
+    problem=Problem,
+    config=Config,
+    arches=("sm_90a",),
+    arguments=arguments,
+    buffers=buffers,
+    roles=roles,
+    default_config=default_config,
+    build=build,
+    constraints=(shapes_are_covered,),
+    pass_configs={"tl.enable_fast_math": True, "tl.disable_thread_storage_sync": True},
+)
