@@ -9,12 +9,16 @@ As state_gradient_scan. With G = Gamma o Ab, P = scale Gamma o lower(Q K^T), gam
 dS' of chunk j is kept as state_gradients[slot(j)], transposed: [slots, HV, V, K]. Two warpgroups hold dS transposed, as
 register_state_forward holds S, and rescale it as rarely. A third makes P and G one chunk ahead, single warps load, sum the
 gates and store. The last product does not wait for the others: dO and Q are there before the chunk begins.
+
+With `split` every segment begins with the gradient of the state behind it, from segment_state_gradients. What that needs is found
+by a pass before, `transfers_only`: every segment but the first of a sequence begins with zero, the last one with the gradient of
+the final state, and nothing is kept but the gradient of the state in front of it.
 """
 
 from dataclasses import dataclass
 
 from .arch import Arch
-from .contract import Buffer, Role, Template, knob
+from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
 from .macros.register_outputs import (
     ERASE,
@@ -65,25 +69,29 @@ class Problem:
     state_v_first: bool                  # gradients of initial and final state are [N, HV, V, K]
     gate_in_kernel: bool
     has_dt_bias: bool
-
-    split = False                        # what register_roles asks of a problem: places are sequences
+    split: bool = False                  # in segments: the gradient behind each takes the place of the final state's
+    transfers_only: bool = False         # the pass before: that in front of each takes the place of the initial state's
 
 
 @dataclass(frozen=True)
 class Config:
-    key_stages: int = knob(2, 3, why="chunks of Q and of K in flight; 3 of both do not fit")
+    key_stages: int = knob(2, 3, why="chunks of Q and of K in flight; 3 of both fit beside no outputs only")
     product_stages: int = knob(1, 2, why="P and G made ahead of the state")
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "q", "k", "do", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "final_state_gradient", "state_gradients", "dv",
-        "initial_state_gradient", "scale", "log2_scale", "blocks",
+        "initial_state_gradient", "scale", "log2_scale", "chunks_per_segment", "blocks",
     )  # fmt: skip
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
     C, K, dtype = problem.C, problem.K, problem.dtype
+    outputs = (
+        Buffer("dw", (C, HALF), dtype, 2),               # one for each state warpgroup
+        Buffer("s", (HALF, HALF), dtype, 4),             # two for each state warpgroup
+    )
     return (
         Buffer("q", (C, K), dtype, config.key_stages),
         Buffer("k", (C, K), dtype, config.key_stages),
@@ -91,8 +99,7 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
         Buffer("Ab", (C, C), dtype, 2),
         Buffer("P", (C, C), dtype, config.product_stages),
         Buffer("G", (C, C), dtype, config.product_stages),
-        Buffer("dw", (C, HALF), dtype, 2),               # one for each state warpgroup
-        Buffer("s", (HALF, HALF), dtype, 4),             # two for each state warpgroup
+        *(() if problem.transfers_only else outputs),
         Buffer("gates", (4, C), "float32", GATE_STAGES),
         Buffer("state_scale", (2,), "float32", GATE_STAGES),
     )
@@ -102,8 +109,14 @@ def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (STATE, AUX, LOADERS)
 
 
+def transfers_are_of_segments(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
+    if problem.transfers_only and not problem.split:
+        return Rejection("transfers_only=True asks for transfers of segments, but split=False")
+    return None
+
+
 def default_config(problem: Problem, arch: Arch) -> Config:
-    return Config(key_stages=2, product_stages=2)
+    return Config(key_stages=3 if problem.transfers_only else 2, product_stages=2)
 
 
 @dataclass(frozen=True)
@@ -116,16 +129,22 @@ class Tiles:
     Ab: object
     P: object
     G: object
-    dw: object
-    s: object
     gates: object
     state_scale: object
     barriers: dict
+    dw: object = None                    # not where transfers alone are made
+    s: object = None
 
 
-def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
+def barrier_counts(problem: Problem, config: Config) -> dict[str, tuple[int, int]]:
     """Arrivals and stages of each barrier. A tile is full when its writers say so, free when its readers do."""
     warp, state, aux = WARP, STATE.threads, AUX.threads
+    outputs = {
+        "dw_full": (state // 2, 2),
+        "dw_free": (warp, 2),
+        "s_full": (state // 2, 2),
+        "s_free": (warp, 2),
+    }
     return {
         "q_full": (warp, config.key_stages),
         "q_free": (state + aux, config.key_stages),
@@ -139,23 +158,31 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
         "gates_free": (state + aux, GATE_STAGES),
         "products_full": (aux, config.product_stages),   # P, G, and through the aux warpgroup the gates
         "products_free": (state, config.product_stages),
-        "dw_full": (state // 2, 2),
-        "dw_free": (warp, 2),
-        "s_full": (state // 2, 2),
-        "s_free": (warp, 2),
+        **({} if problem.transfers_only else outputs),
         "tail_landed": (warp, 3),                         # a ragged chunk's K, Q and dO, before their foreign rows are zeroed
     }
 
 
+def chunks_of(problem, length, segment):
+    """Chunks of an item that must be gone through, from its first one on. Of a head that decays, transfers would need fewer."""
+    chunks = T.max(T.ceildiv(length, problem.C), 0)
+    # Nobody asks what the first segment adds to the gradient in front of it.
+    return T.if_then_else(segment == 0, 0, chunks) if problem.transfers_only else chunks
+
+
 @macro
-def read_state(problem, n, head, first_v, final_state_gradient, state):
-    T.clear(state)
-    if problem.has_final_state_gradient:
-        for a, b in T.Parallel(ROWS, problem.K):
-            if problem.state_v_first:
-                state[a, b] = final_state_gradient[n, head, first_v + a, b]
-            else:
-                state[a, b] = final_state_gradient[n, head, b, first_v + a]
+def read_state(problem, place, n, head, first_v, segment, last, final_state_gradient, state):
+    if problem.split and not problem.transfers_only:
+        T.copy(final_state_gradient[place, head, first_v : first_v + ROWS, 0 : problem.K], state)
+    else:
+        T.clear(state)
+        if problem.has_final_state_gradient:
+            if segment == last:
+                for a, b in T.Parallel(ROWS, problem.K):
+                    if problem.state_v_first:
+                        state[a, b] = final_state_gradient[n, head, first_v + a, b]
+                    else:
+                        state[a, b] = final_state_gradient[n, head, b, first_v + a]
 
 
 @macro
@@ -200,10 +227,10 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
     i = 0
     for step in T.serial(walk.steps):
         place, head, part = walk.coordinates(step)
-        n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
+        n, _row, _first, length, _slot, segment, last = bounds_of(walk, place)
         chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
-        read_state(problem, n, head, part * ROWS, final_state_gradient, state)
+        chunks = chunks_of(problem, length, segment)
+        read_state(problem, place, n, head, part * ROWS, segment, last, final_state_gradient, state)
         T.copy(state, operand)
         state_scale[1] = 1.0
         # No product may be in flight across the back edge: ptxas would serialise every wgmma of the kernel (C7514).
@@ -213,7 +240,8 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             gate_stage = i % GATE_STAGES
             wait_full(tiles.barriers, "k", config.key_stages, i)
             T.wgmma_gemm(operand, tiles.k[key_stage, :, :], u, transpose_B=True, clear_accum=True, policy=rows_policy)
-            emit_state(tiles, half, (i + 1) % 2, state, s_registers, row_offset, state_scale[1])
+            if not problem.transfers_only:
+                emit_state(tiles, half, (i + 1) % 2, state, s_registers, row_offset, state_scale[1])
             wait_full(tiles.barriers, "do", 2, i)
             T.call_extern(
                 "handle", "qla_load_transposed", T.address_of(do_registers[0]),
@@ -261,21 +289,28 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             from_registers(ROWS, C, erased_registers, erased)
             signal(tiles.barriers, "gates_free", GATE_STAGES, i)
             T.wgmma_gemm(erased, tiles.k[key_stage, :, :], state, policy=rows_policy)
-            T.barrier_wait(tiles.barriers["dw_free"][half], (i + 1) % 2)
-            T.call_extern(
-                "handle", "qla_store_transposed", T.address_of(dw_registers[0]),
-                T.access_ptr(tiles.dw[half, 0, 0], "r", HALF * HALF), lane_offset,
-            )  # fmt: skip
-            T.barrier_arrive(tiles.barriers["dw_full"][half])
+            if not problem.transfers_only:
+                T.barrier_wait(tiles.barriers["dw_free"][half], (i + 1) % 2)
+                T.call_extern(
+                    "handle", "qla_store_transposed", T.address_of(dw_registers[0]),
+                    T.access_ptr(tiles.dw[half, 0, 0], "r", HALF * HALF), lane_offset,
+                )  # fmt: skip
+                T.barrier_arrive(tiles.barriers["dw_full"][half])
             T.wait_wgmma(0)
             T.copy(state, operand)
             signal(tiles.barriers, "k_free", config.key_stages, i)
             i = i + 1
-        if problem.has_initial_state:
+        if problem.transfers_only:
             if chunks > 0:
                 for a, b in T.Parallel(ROWS, K):
                     state[a, b] *= state_scale[1]
-            write_state(problem, n, head, part * ROWS, state, initial_state_gradient)
+                T.copy(state, initial_state_gradient[place, head, part * ROWS : part * ROWS + ROWS, 0:K])
+        elif problem.has_initial_state:
+            if segment == 0:
+                if chunks > 0:
+                    for a, b in T.Parallel(ROWS, K):
+                        state[a, b] *= state_scale[1]
+                write_state(problem, n, head, part * ROWS, state, initial_state_gradient)
 
 
 @macro
@@ -298,8 +333,8 @@ def make_products(config, walk, tiles, thread, log2_scale):
     total = 0
     for step in T.serial(walk.steps):
         place, _head, _part = walk.coordinates(step)
-        _n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
-        total = total + T.max(T.ceildiv(length, C), 0)
+        _n, _row, _first, length, _slot, segment, _last = bounds_of(walk, place)
+        total = total + chunks_of(walk.problem, length, segment)
     for i in T.serial(total):
         stage = i % config.key_stages
         made = i % config.product_stages
@@ -342,10 +377,10 @@ def load_keys(config, walk, tiles, q, k):
     tails = 0
     for step in T.serial(walk.steps):
         place, head, _part = walk.coordinates(step)
-        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
+        _n, row, first, length, _slot, segment, _last = bounds_of(walk, place)
         key_head = head // (problem.HV // problem.H)
         chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
+        chunks = chunks_of(problem, length, segment)
         for j in T.serial(chunks):
             at = (chunks - 1 - j) * C
             stage = i % config.key_stages
@@ -374,9 +409,9 @@ def load_values(walk, tiles, do, Ab):
     tails = 0
     for step in T.serial(walk.steps):
         place, head, part = walk.coordinates(step)
-        _n, row, first, length, slot, _segment, _last = bounds_of(walk, place)
+        _n, row, first, length, slot, segment, _last = bounds_of(walk, place)
         chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
+        chunks = chunks_of(walk.problem, length, segment)
         for j in T.serial(chunks):
             at = (chunks - 1 - j) * C
             wait_free(tiles.barriers, "Ab", 2, i)
@@ -395,14 +430,14 @@ def load_values(walk, tiles, do, Ab):
 
 @macro
 def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias):
-    problem, C = walk.problem, walk.problem.C
+    problem = walk.problem
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
         place, head, _part = walk.coordinates(step)
-        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
+        _n, row, first, length, _slot, segment, _last = bounds_of(walk, place)
         chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
+        chunks = chunks_of(problem, length, segment)
         sum_gates_backwards(problem, row, first, first + length, chunks, head, lane, scale, g, A_log, dt_bias, tiles, i)
         i = i + chunks
 
@@ -416,9 +451,9 @@ def store_outputs(walk, tiles, state_gradients, dv):
     i = 0
     for step in T.serial(walk.steps):
         place, head, part = walk.coordinates(step)
-        n, row, first, length, slot, _segment, _last = bounds_of(walk, place)
+        n, row, first, length, slot, segment, last = bounds_of(walk, place)
         chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
+        chunks = chunks_of(problem, length, segment)
         for j in T.serial(chunks):
             chunk = chunks - 1 - j
             start = first + chunk * C
@@ -446,7 +481,7 @@ def store_outputs(walk, tiles, state_gradients, dv):
                 T.barrier_arrive(tiles.barriers["dw_free"][half])
             i = i + 1
         if problem.packed:
-            if n == walk.N - 1 and first + length < walk.tokens:
+            if n == walk.N - 1 and segment == last and first + length < walk.tokens:
                 T.call_extern(
                     "handle", "qla_zero_first_rows", T.address_of(dv[0, first + length, head, part * ROWS]), T.int64(stride),
                     walk.tokens - first - length,
@@ -459,8 +494,12 @@ def build(problem: Problem, config: Config):
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
+    places = T.dynamic("places")
     N = bounds - 1 if problem.packed else B
     state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
+    segment_shape = (places, HV, V, K)
+    initial_shape = segment_shape if problem.transfers_only else state_shape
+    final_shape = segment_shape if problem.split and not problem.transfers_only else state_shape
 
     @T.prim_func
     def register_gradient_scan(
@@ -472,19 +511,22 @@ def build(problem: Problem, config: Config):
         A_log: T.Tensor((HV,), "float32"),
         dt_bias: T.Tensor((HV,), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before what is shaped by N, and may be absent
-        final_state_gradient: T.Tensor(state_shape, "float32"),
+        final_state_gradient: T.Tensor(final_shape, "float32"),
         state_gradients: T.Tensor((slots, HV, V, K), dtype),
         dv: T.Tensor((B, tokens, HV, V), dtype),
-        initial_state_gradient: T.Tensor(state_shape, "float32"),
+        initial_state_gradient: T.Tensor(initial_shape, "float32"),
         scale: T.float32,
         log2_scale: T.float32,           # from the host: the loop would compute it anew for every chunk
+        chunks_per_segment: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
-            shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
+            shared, barriers = allocate(buffers(problem, config), barrier_counts(problem, config))
             tiles = Tiles(**shared, barriers=barriers)
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (tiles.do, tiles.dw, tiles.s, tiles.Ab)})
-            walk = Walk(problem, cu_seqlens, tokens, N, N, V // ROWS, 0, block, blocks)
+            swizzled = [tile for tile in (tiles.do, tiles.dw, tiles.s, tiles.Ab) if tile is not None]
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in swizzled})
+            all_places = places if problem.split else N
+            walk = Walk(problem, cu_seqlens, tokens, N, all_places, V // ROWS, chunks_per_segment, block, blocks)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
@@ -499,7 +541,8 @@ def build(problem: Problem, config: Config):
                 elif thread < 448:
                     prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias)
                 elif thread < 480:
-                    store_outputs(walk, tiles, state_gradients, dv)
+                    if not problem.transfers_only:
+                        store_outputs(walk, tiles, state_gradients, dv)
                 else:
                     load_values(walk, tiles, do, Ab)
 
@@ -516,6 +559,6 @@ TEMPLATE = Template(
     roles=roles,
     default_config=default_config,
     build=build,
-    constraints=(shapes_are_covered,),
+    constraints=(shapes_are_covered, transfers_are_of_segments),
     pass_configs={"tl.enable_fast_math": True, "tl.disable_thread_storage_sync": True},
 )

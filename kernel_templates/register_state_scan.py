@@ -58,8 +58,7 @@ class Problem:
     state_v_first: bool                  # the initial state is [N, HV, V, K]
     gate_in_kernel: bool
     has_dt_bias: bool
-
-    split = False                        # what register_roles asks of a problem: places are sequences
+    split: bool = False                  # sequences come in segments, whose initial states are [places, HV, V, K] in float32
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,9 @@ class Config:
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
-    return ("k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "initial_state", "states", "v_new", "blocks")
+    return (
+        "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "initial_state", "states", "v_new", "chunks_per_segment", "blocks",
+    )  # fmt: skip
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
@@ -145,15 +146,17 @@ def emit_values(tiles, half, parity, v_new, registers, lane_offset):
 
 
 @macro
-def read_state(problem, n, head, first_v, initial_state, state):
-    if problem.initial_state_dtype is None:
+def read_state(problem, place, head, first_v, initial_state, state):
+    if problem.split:
+        T.copy(initial_state[place, head, first_v : first_v + ROWS, 0 : problem.K], state)
+    elif problem.initial_state_dtype is None:
         T.clear(state)
     else:
         for a, b in T.Parallel(ROWS, problem.K):
             if problem.state_v_first:
-                state[a, b] = T.cast(initial_state[n, head, first_v + a, b], "float32")
+                state[a, b] = T.cast(initial_state[place, head, first_v + a, b], "float32")
             else:
-                state[a, b] = T.cast(initial_state[n, head, b, first_v + a], "float32")
+                state[a, b] = T.cast(initial_state[place, head, b, first_v + a], "float32")
 
 
 @macro
@@ -184,10 +187,10 @@ def hold_state(config, walk, tiles, thread, initial_state):
     i = 0
     for step in T.serial(walk.steps):
         place, head, part = walk.coordinates(step)
-        n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
+        _n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
         chunks = T.alloc_var("int32")
         chunks = T.max(T.ceildiv(length, C), 0)
-        read_state(problem, n, head, part * ROWS, initial_state, state)
+        read_state(problem, place, head, part * ROWS, initial_state, state)
         T.clear(v_new)
         T.copy(state, operand)
         state_scale[1] = 1.0
@@ -396,8 +399,11 @@ def build(problem: Problem, config: Config):
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
+    places = T.dynamic("places")
     N = bounds - 1 if problem.packed else B
     state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
+    initial_shape = (places, HV, V, K) if problem.split else state_shape
+    initial_dtype = "float32" if problem.split else problem.initial_state_dtype or "float32"
 
     @T.prim_func
     def register_state_scan(
@@ -408,16 +414,18 @@ def build(problem: Problem, config: Config):
         A_log: T.Tensor((HV,), "float32"),
         dt_bias: T.Tensor((HV,), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
-        initial_state: T.Tensor(state_shape, problem.initial_state_dtype or "float32"),
+        initial_state: T.Tensor(initial_shape, initial_dtype),
         states: T.Tensor((slots, HV, V, K), dtype),
         v_new: T.Tensor((slots, HV, C, V), dtype),
+        chunks_per_segment: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (tiles.v, tiles.v_new, tiles.s)})
-            walk = Walk(problem, cu_seqlens, tokens, N, N, V // ROWS, 0, block, blocks)
+            all_places = places if problem.split else N
+            walk = Walk(problem, cu_seqlens, tokens, N, all_places, V // ROWS, chunks_per_segment, block, blocks)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)

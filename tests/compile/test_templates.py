@@ -22,6 +22,7 @@ from qla_jit.kernel_templates import (
     register_state_scan,
     segment_plan,
     segment_scan,
+    segment_state_gradients,
     segment_states,
     state_gradient_scan,
     state_scan,
@@ -114,6 +115,13 @@ def boundaries(V: int = 128, **changes: Any) -> segment_states.Problem:
     return segment_states.Problem(HV=6, K=128, V=V, **UNTYPED | states | changes)
 
 
+def boundaries_backwards(V: int = 128, **changes: Any) -> segment_state_gradients.Problem:
+    states = dict(has_final_state_gradient=True, state_v_first=False)
+    return segment_state_gradients.Problem(HV=6, K=128, V=V, **UNTYPED | states | changes)
+
+
+TRANSFERS = dict(split=True, transfers_only=True, has_initial_state=False)
+
 # The Qwen3.5 family, OLMo-Hybrid and the default of FLA's layer.
 MODEL_DIMS = [(128, 128), (96, 192), (256, 512)]
 # On Hopper every head dim once: K decides the state's rows, V the blocks.
@@ -151,6 +159,9 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
     (register_state_forward.TEMPLATE, rest_of_forward(V=256, packed=False, initial_state_dtype=None), SM90A),
     (segment_plan.TEMPLATE, segment_plan.Problem(HV=48, **UNTYPED | GATES), SM90A),
     (segment_states.TEMPLATE, boundaries(V=256, packed=False, initial_state_dtype=None), SM90A),
+    (segment_state_gradients.TEMPLATE, boundaries_backwards(V=256, packed=False, has_final_state_gradient=False), SM90A),
+    (register_gradient_scan.TEMPLATE, states_backwards(V=256, packed=False, **TRANSFERS, has_final_state_gradient=False), SM90A),
+    (register_gradient_scan.TEMPLATE, states_backwards(split=True, has_initial_state=False, state_v_first=True), SM90A),
     (chunk_output.TEMPLATE, output(128, 128, C=16), SM90A),
     (chunk_output.TEMPLATE, output(128, 128, C=32, dtype="float16", packed=False), SM90A),
 ]
@@ -173,6 +184,10 @@ COMPILED = [
     (l2norm_backward.TEMPLATE, l2norm_backward.Problem(128, "bfloat16")),
     (register_state_scan.TEMPLATE, states_again()),
     (register_gradient_scan.TEMPLATE, states_backwards()),
+    (register_state_scan.TEMPLATE, states_again(split=True, initial_state_dtype=None)),
+    (register_gradient_scan.TEMPLATE, states_backwards(split=True, has_final_state_gradient=False)),
+    (register_gradient_scan.TEMPLATE, states_backwards(**TRANSFERS)),
+    (segment_state_gradients.TEMPLATE, boundaries_backwards()),
 ]
 
 
@@ -181,7 +196,7 @@ def name_of(value: Any) -> str:
         return value.name
     fields = dataclasses.asdict(value)
     parts = [f"{name}{fields[name]}" for name in ("HV", "K", "V", "C") if name in fields]
-    return "-".join(parts + ["split"] * bool(fields.get("split")))
+    return "-".join(parts + [flag for flag in ("split", "transfers_only") if fields.get(flag)])
 
 
 def lowered(template: Template, problem: Any, arch: Arch) -> str:
