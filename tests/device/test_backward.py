@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -13,12 +14,12 @@ from cases import GATES, RAGGED_LENGTHS, Case, arguments, oracle, relative_l2
 
 import qla_jit
 from qla_jit import kernel_cache, select
+from qla_jit.compiler import CompileRequest
 from qla_jit.device import gpu_info
 from qla_jit.errors import QLAError
-from qla_jit.models import models
-from qla_jit.ops import chunk
+from qla_jit.kernel_templates.arch import SM90A
+from qla_jit.ops import backward, chunk, plan
 from qla_jit.ops.inputs import CHUNK_SIZES, check_inputs
-from qla_jit.ops.plan import KEY_DIMS, VALUE_DIMS
 from qla_jit.ops.results import Gradients
 
 pytestmark = pytest.mark.gpu
@@ -41,35 +42,65 @@ FEW_TOKENS, FEW_TOKENS_FACTOR = 80, 1.5
 
 BASE = Case(H=2, HV=8, K=128, V=128, lengths=(200, 64, 1, 0, 447), dtype=torch.bfloat16)
 
-HEAD_DIMS = sorted({
-    *((shape.K, shape.V) for shape in models().values()),
-    *((K, 128) for K in KEY_DIMS),
-    *((128, V) for V in VALUE_DIMS),
-    (64, 512),
-    (256, 64),
-})  # fmt: skip
+IN_KERNEL = replace(BASE, in_kernel=True, l2norm=True)
+NO_STATE = replace(BASE, H=1, HV=8, initial_state=False)
 
+# Each K and each V once, but for those of the last two cases; V = 256 and 512 are two and four blocks of the registers that hold
+# a state.
+HEAD_DIMS = [(64, 64), (192, 96), (128, 256), (128, 512)]
+
+# A kernel takes ten seconds of a core to build: what differs in sizes, gates or values alone has the kernels of BASE, and every
+# other case is there for more than one reason.
 CASES = [
     *(replace(BASE, gates=gates) for gates in GATES),
     *(replace(BASE, betas=betas) for betas in ("beta0", "beta1", "beta2")),
     *(replace(BASE, keys="collinear", gates=gates) for gates in ("mixed", "open")),
-    replace(BASE, keys="zero_rows", l2norm=True),
     *(replace(BASE, lengths=lengths) for lengths in RAGGED_LENGTHS),
-    replace(BASE, lengths=(17,), packed=False),
-    replace(BASE, lengths=(300, 300, 300), packed=False),
     replace(BASE, tail=100),
-    *(replace(BASE, H=1, HV=ratio, lengths=(200, 150)) for ratio in range(1, 9)),
-    replace(BASE, H=16, HV=64),
+    replace(BASE, keys="zero_rows", l2norm=True),
+    replace(IN_KERNEL, lengths=(17,), packed=False),
+    replace(IN_KERNEL, lengths=(300, 300, 300), packed=False),
+    NO_STATE,
+    replace(BASE, H=2, HV=6, in_kernel=True, gate_dtype=torch.bfloat16, state_dtype=torch.bfloat16, state_v_first=True),
+    replace(IN_KERNEL, betas="beta2"),
     replace(BASE, dtype=torch.float16),
     replace(BASE, dtype=torch.float16, betas="beta0"),
-    replace(BASE, gate_dtype=torch.bfloat16, state_dtype=torch.bfloat16),
-    replace(BASE, in_kernel=True),
-    replace(BASE, in_kernel=True, gates="qwen", gate_dtype=torch.bfloat16),
-    replace(BASE, in_kernel=True, betas="beta2", l2norm=True),
-    *(replace(BASE, K=K, V=V, H=1, HV=2, lengths=(65, 130)) for K, V in HEAD_DIMS),
+    *(replace(BASE, K=K, V=V, lengths=(65, 130)) for K, V in HEAD_DIMS),
     replace(BASE, K=96, V=192, H=3, HV=3, in_kernel=True, betas="beta2", state_v_first=True, l2norm=True),
     replace(BASE, K=256, V=512, H=2, HV=2, dtype=torch.float16, packed=False, lengths=(190, 190), l2norm=True),
 ]
+
+# The forward that goes with a strategy of the backward. Without one in force, the first call would build those of all sizes.
+FORWARD = {"chunked": "chunked", "registers": "fused"}
+
+
+def strategies_of(case: Case) -> list[str]:
+    hopper = case.dtype == torch.bfloat16 and case.K == 128 and case.V % 128 == 0
+    return ["chunked", "registers"] if hopper else ["chunked"]
+
+
+def on_hopper() -> bool:
+    return gpu_info(torch.device("cuda", 0)).arch == SM90A
+
+
+def usual_strategy() -> str:
+    return "registers" if on_hopper() else "chunked"
+
+
+@contextlib.contextmanager
+def computed_by(strategy: str) -> Iterator[None]:
+    if strategy == "registers" and not on_hopper():
+        pytest.skip("registers is written for Hopper")
+    with select.override(FORWARD[strategy], backward_strategy=strategy):
+        yield
+
+
+@pytest.fixture(params=FORWARD)
+def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The strategy that gradients in the test are computed with."""
+    with computed_by(request.param):
+        yield request.param
+
 
 # Every pair of values of every two of these flags: the rows of an orthogonal array of strength 2.
 FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first", "initial_state",
@@ -77,6 +108,8 @@ FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_k
 FLAG_ROWS = [
     dict(zip(FLAGS, (a, b, c, a ^ b, a ^ c, b ^ c, a ^ b ^ c), strict=True)) for a, b, c in product((False, True), repeat=3)
 ]
+# allow_neg_eigval doubles the sigmoid, so it needs one.
+FLAG_CALLS = [(flags, neg) for flags in FLAG_ROWS for neg in (False, True) if flags["use_beta_sigmoid_in_kernel"] or not neg]
 
 
 def call_with(flags: dict[str, bool], *, allow_neg_eigval: bool) -> dict[str, Any]:
@@ -93,19 +126,31 @@ def call_with(flags: dict[str, bool], *, allow_neg_eigval: bool) -> dict[str, An
     return call | {"output_final_state": flags["output_final_state"], "allow_neg_eigval": allow_neg_eigval}
 
 
+def requests_of(call: dict[str, Any], strategy: str, *, forward: bool) -> list[CompileRequest]:
+    facts = check_inputs(**call).facts
+    arch = gpu_info(facts.device).arch
+    with select.override(FORWARD[strategy], backward_strategy=strategy):
+        gradients = select.choose_backward(facts, arch).requests.values()
+        return [*gradients, *(select.choose(facts, arch).requests.values() if forward else ())]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled_together() -> None:
     """Build the kernels of all cases in one parallel batch; one that fails is reported by the test that needs it."""
+    base, in_kernel = arguments(BASE, device="cuda"), arguments(IN_KERNEL, device="cuda")
+    equal = arguments(replace(IN_KERNEL, lengths=(300, 300), packed=False), device="cuda")
+    both = [base, base | {"output_final_state": False}, in_kernel, equal]
+    wanted = [(arguments(case, device="cuda"), name, False) for case in CASES for name in strategies_of(case)]
+    wanted += [(base | {"cu_seqlens": base["cu_seqlens"].long()}, name, False) for name in FORWARD]
+    wanted += [(call, name, True) for call in both for name in FORWARD]
+    wanted += [(call_with(flags, allow_neg_eigval=neg), usual_strategy(), True) for flags, neg in FLAG_CALLS]
     requests = []
-    calls = [arguments(case, device="cuda") for case in CASES]
-    calls += [calls[0] | {"chunk_size": C} for C in CHUNK_SIZES] + [calls[0] | {"cu_seqlens": calls[0]["cu_seqlens"].long()}]
-    calls += [calls[0] | {"output_final_state": False}, calls[0] | {"initial_state": None}]
-    calls += [call_with(flags, allow_neg_eigval=False) for flags in FLAG_ROWS]
-    for call in calls:
-        facts = check_inputs(**call).facts
-        arch = gpu_info(facts.device).arch
+    for call, strategy, forward in wanted:
         with contextlib.suppress(QLAError):
-            requests += [*select.backward_requests(facts, arch).values(), *select.requests_for_any_size(facts, arch)]
+            requests += requests_of(call, strategy, forward=forward)
+    with contextlib.suppress(QLAError), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "BACKWARD_CHUNK_SIZES", (32,))
+        requests += requests_of(base, "chunked", forward=False)
     with contextlib.suppress(QLAError):
         kernel_cache.get(list(dict.fromkeys(requests)))
 
@@ -146,6 +191,29 @@ def gradients(call: dict[str, Any], *, through: tuple[str, ...] = ("o", "state")
     return {name: leaf.grad for name, leaf in leaves.items()}, cotangents["o"]
 
 
+def low_level(call: dict[str, Any], do: torch.Tensor, dht: torch.Tensor | None) -> Gradients:
+    arguments_ = {name: x for name, x in call.items() if name != "output_final_state"}
+    return qla_jit.chunk_gated_delta_rule_bwd(**arguments_, A=None, do=do, dht=dht)
+
+
+def cotangents(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Random gradients of o and of the final state, those of gradients() and expected_gradients()."""
+    do = random_like(call["v"], seed=0)
+    if not call["output_final_state"]:
+        return do, None
+    N = len(call["v"]) if call["cu_seqlens"] is None else len(call["cu_seqlens"]) - 1
+    (K, (HV, V)) = call["k"].shape[3], call["v"].shape[2:]
+    dims = (V, K) if call["state_v_first"] else (K, V)
+    return do, random_like(torch.empty(N, HV, *dims, device=do.device), seed=1)
+
+
+def gradients_alone(call: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As gradients(), by the low-level half, which needs no forward."""
+    do, dht = cotangents(call)
+    found = low_level(call, do, dht)
+    return {name: getattr(found, name) for name in Gradients._fields if call.get(name) is not None}, do
+
+
 def expected_gradients(call: dict[str, Any], *, through: tuple[str, ...] = ("o", "state")) -> dict[str, torch.Tensor]:
     """As gradients(), of the reference in float64."""
     leaves = leaves_of(call, torch.float64)
@@ -178,38 +246,50 @@ def fill_free_memory_with_nan() -> None:
     torch.full((64 * 2**20,), float("nan"), device="cuda")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_match_float64_autograd(case: Case) -> None:
+@pytest.mark.parametrize(("name", "case"), [(name, case) for case in CASES for name in strategies_of(case)], ids=str)
+def test_gradients_match_float64_autograd(name: str, case: Case) -> None:
     call = arguments(case, device="cuda")
     fill_free_memory_with_nan()
-    actual, do = gradients(call)
+    with computed_by(name):
+        actual, do = gradients_alone(call)
     assert {name: x.dtype for name, x in actual.items()} == {name: call[name].dtype for name in actual}
     check(actual, expected_gradients(call), do, bounds_of(case))
 
 
-@pytest.mark.parametrize("allow_neg_eigval", [False, True], ids=["beta_below_1", "beta_below_2"])
-@pytest.mark.parametrize("flags", FLAG_ROWS, ids=lambda flags: "-".join(name for name, value in flags.items() if value) or "none")
+def told(value: Any) -> str:
+    if isinstance(value, dict):
+        return "-".join(name for name, given in value.items() if given) or "none"
+    return "beta_below_2" if value else "beta_below_1"
+
+
+@pytest.mark.parametrize(("flags", "allow_neg_eigval"), FLAG_CALLS, ids=told)
 def test_flags_in_pairs(flags: dict[str, bool], allow_neg_eigval: bool) -> None:
-    if allow_neg_eigval and not flags["use_beta_sigmoid_in_kernel"]:
-        pytest.skip("allow_neg_eigval doubles the sigmoid")
     call = call_with(flags, allow_neg_eigval=allow_neg_eigval)
-    actual, do = gradients(call)
+    with computed_by(usual_strategy()):
+        actual, do = gradients(call)
     check(actual, expected_gradients(call), do, BOUNDS_BETA2 if allow_neg_eigval else BOUNDS_L2NORM)
 
 
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES, ids=lambda C: f"C{C}")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_chunk_size_changes_rounding_only(chunk_size: int, dtype: torch.dtype) -> None:
-    call = arguments(replace(BASE, dtype=dtype, tail=30), device="cuda") | {"chunk_size": chunk_size}
+@pytest.mark.parametrize("chunk_size", [C for C in CHUNK_SIZES if C != 64], ids=lambda C: f"C{C}")
+def test_chunks_of_the_forward_have_no_part_in_gradients(chunk_size: int, strategy: str) -> None:
+    call = arguments(BASE, device="cuda")
+    expected, _ = gradients_alone(call)
+    actual, _ = gradients_alone(call | {"chunk_size": chunk_size})
+    assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
+
+
+def test_smaller_chunks_of_the_backward_change_rounding_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "BACKWARD_CHUNK_SIZES", (32,))
+    monkeypatch.setattr(backward, "_ready", {})
+    call = arguments(replace(BASE, tail=30), device="cuda")
     fill_free_memory_with_nan()
-    actual, do = gradients(call)
-    del call["chunk_size"]
+    actual, do = gradients_alone(call)
     check(actual, expected_gradients(call), do, BOUNDS)
 
 
 @pytest.mark.parametrize("through", ["o", "state"])
 @pytest.mark.parametrize("final_state", [True, False], ids=["final_state", "no_final_state"])
-def test_one_output_alone_may_have_a_part_in_the_loss(through: str, final_state: bool) -> None:
+def test_one_output_alone_may_have_a_part_in_the_loss(through: str, final_state: bool, strategy: str) -> None:
     if through == "state" and not final_state:
         pytest.skip("there is no final state to go through")
     # Through o alone, dg of a head that never forgets is what is left of terms a hundred times as large.
@@ -220,29 +300,29 @@ def test_one_output_alone_may_have_a_part_in_the_loss(through: str, final_state:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.5], ids=lambda scale: f"scale{scale}")
-def test_scale_is_taken_as_given(scale: float) -> None:
+def test_scale_is_taken_as_given(scale: float, strategy: str) -> None:
     call = arguments(replace(BASE, lengths=(130, 64)), device="cuda") | {"scale": scale}
-    actual, do = gradients(call)
+    actual, do = gradients_alone(call)
     check(actual, expected_gradients(call), do, BOUNDS)
 
 
-def test_the_first_gate_has_no_effect_without_an_initial_state() -> None:
-    call = arguments(replace(BASE, initial_state=False, lengths=(200, 64, 1, 0, 447)), device="cuda")
-    dg = gradients(call)[0]["g"]
+def test_the_first_gate_has_no_effect_without_an_initial_state(strategy: str) -> None:
+    call = arguments(NO_STATE, device="cuda")
+    dg = gradients_alone(call)[0]["g"]
     first = dg[0, call["cu_seqlens"][:-1][call["cu_seqlens"].diff() > 0].long()]
     assert first.abs().max() <= 5e-3 * dg.abs().max()            # the terms of which it is the sum have that much rounding
-    reset = arguments(replace(BASE, gates="minus_inf"), device="cuda")
-    assert (gradients(reset)[0]["g"][reset["g"] == float("-inf")] == 0).all()
+    reset = arguments(replace(NO_STATE, gates="minus_inf"), device="cuda")
+    assert (gradients_alone(reset)[0]["g"][reset["g"] == float("-inf")] == 0).all()
 
 
-def test_the_gradients_of_tokens_of_no_sequence_are_zero() -> None:
+def test_the_gradients_of_tokens_of_no_sequence_are_zero(strategy: str) -> None:
     call = arguments(replace(BASE, tail=100), device="cuda")
     end = int(call["cu_seqlens"][-1])
-    expected, _ = gradients(call)
+    expected, _ = gradients_alone(call)
     for name in ("q", "k", "v", "g", "beta"):
         call[name][:, end:] = float("nan")
     fill_free_memory_with_nan()
-    actual, _ = gradients(call)
+    actual, _ = gradients_alone(call)
     for name in ("q", "k", "v", "g", "beta"):
         assert (actual[name][:, end:] == 0).all(), name
         assert torch.equal(actual[name], expected[name]), name
@@ -256,15 +336,10 @@ def test_without_tokens_the_gradient_of_the_state_passes(lengths: tuple[int, ...
     assert all((actual[name] == 0).all() for name in ("q", "k", "v", "g", "beta"))
 
 
-def low_level(call: dict[str, Any], do: torch.Tensor, dht: torch.Tensor) -> Gradients:
-    arguments_ = {name: x for name, x in call.items() if name != "output_final_state"}
-    return qla_jit.chunk_gated_delta_rule_bwd(**arguments_, A=None, do=do, dht=dht)
-
-
-def test_the_low_level_half_gives_the_same_bits_for_any_layout_of_do() -> None:
-    call = arguments(replace(BASE, in_kernel=True, l2norm=True), device="cuda")
-    expected, do = gradients(call)
-    dht = random_like(call["initial_state"], seed=1)
+def test_the_low_level_half_gives_the_same_bits_for_any_layout_of_do(strategy: str) -> None:
+    call = arguments(IN_KERNEL, device="cuda")
+    expected, _ = gradients(call)
+    do, dht = cotangents(call)
     strided = do.transpose(1, 2).contiguous().transpose(1, 2)
     assert not strided.is_contiguous()
     for x in (do, strided):
@@ -274,24 +349,24 @@ def test_the_low_level_half_gives_the_same_bits_for_any_layout_of_do() -> None:
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("launches", [1000])
-def test_repeated_launches_agree_to_the_bit(index_dtype: torch.dtype, launches: int) -> None:
-    call = arguments(replace(BASE, H=4, HV=16, lengths=(1000, 64, 7, 500), in_kernel=True), device="cuda")
+def test_repeated_launches_agree_to_the_bit(index_dtype: torch.dtype, launches: int, strategy: str) -> None:
+    call = arguments(replace(BASE, lengths=(1000, 64, 7, 500) * 4), device="cuda")
     call["cu_seqlens"] = call["cu_seqlens"].to(index_dtype)
-    do, dht = random_like(call["v"], seed=0), random_like(call["initial_state"], seed=1)
-    first = low_level(call, do, dht)
+    do, dht = cotangents(call)
+    first = [x for x in low_level(call, do, dht) if x is not None]
     other, differences = torch.randn(1024, 1024, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(launches):
-        for expected, actual in zip(first, low_level(call, do, dht), strict=True):
+        for expected, actual in zip(first, (x for x in low_level(call, do, dht) if x is not None), strict=True):
             differences += (expected != actual).sum()
         other = torch.tanh(other @ other)              # other work between the launches
     assert differences.item() == 0
 
 
-@pytest.mark.parametrize("case", [BASE, replace(BASE, in_kernel=True, l2norm=True, lengths=(300, 300), packed=False)], ids=str)
-def test_a_training_step_is_captured_by_a_cuda_graph(case: Case) -> None:
+@pytest.mark.parametrize("case", [BASE, replace(IN_KERNEL, lengths=(300, 300), packed=False)], ids=str)
+def test_a_training_step_is_captured_by_a_cuda_graph(case: Case, strategy: str) -> None:
     call = arguments(case, device="cuda")
     leaves = leaves_of(call)
-    do, dht = random_like(call["v"], seed=0), random_like(call["initial_state"], seed=1)
+    do, dht = cotangents(call)
 
     def step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(qla_jit.chunk_gated_delta_rule(**call | leaves), list(leaves.values()), [do, dht])
@@ -312,8 +387,8 @@ def test_a_training_step_is_captured_by_a_cuda_graph(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
-    call = arguments(replace(BASE, in_kernel=True, l2norm=True), device="cuda")
+def test_autocast_changes_nothing(dtype: torch.dtype, strategy: str) -> None:
+    call = arguments(IN_KERNEL, device="cuda")
     expected, _ = gradients(call)
     with torch.autocast("cuda", dtype=dtype):
         actual, _ = gradients(call)
