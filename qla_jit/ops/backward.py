@@ -95,10 +95,15 @@ def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> 
     chunks = SCANS[kernels.dispatch.strategy](launch, with_float_parameters(inputs), q, k, aligned(inputs.v), do, dht)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dg, dbeta = torch.empty(2, *inputs.g.shape, dtype=torch.float32, device=facts.device).unbind()
-    launch["chunk_gradients"](
+    arguments = (
         q, k, chunks.v_new, chunks.dv, do, chunks.states, chunks.state_gradients, chunks.g_sum, chunks.beta, inputs.cu_seqlens,
         dq, dk, dg, dbeta, inputs.scale,
     )  # fmt: skip
+    if "warpgroup_gradients" in launch:
+        blocks = min(slots_of(inputs) * facts.H, gpu_info(facts.device).sm_count)
+        launch["warpgroup_gradients"](*arguments, blocks)
+    else:
+        launch["chunk_gradients"](*arguments)
     if facts.use_qk_l2norm_in_kernel:
         dq, dk = _through_l2norm(launch, inputs, dq, dk)
     gate = gate_gradients(inputs, dg)

@@ -26,6 +26,7 @@ from ..kernel_templates import (
     state_gradient_scan,
     state_scan,
     triangular_solve,
+    warpgroup_gradients,
 )
 from ..kernel_templates.arch import Arch
 from ..kernel_templates.contract import Rejection, Template
@@ -219,9 +220,13 @@ def register_backward_steps(facts: CallFacts) -> dict[str, Step]:
 
 
 def chunk_gradient_steps(facts: CallFacts, *, states_v_first: bool) -> dict[str, Step]:
-    """What both end with."""
-    problem = chunk_gradients.Problem(**key_side(facts), V=facts.V, states_v_first=states_v_first)
-    steps = {"chunk_gradients": Step(chunk_gradients.TEMPLATE, problem)}
+    """What both end with. Transposed states of V = 128 have a faster kernel."""
+    dims = key_side(facts) | dict(V=facts.V)
+    if states_v_first and facts.V == warpgroup_gradients.DIM:
+        steps = {"warpgroup_gradients": Step(warpgroup_gradients.TEMPLATE, warpgroup_gradients.Problem(**dims))}
+    else:
+        problem = chunk_gradients.Problem(**dims, states_v_first=states_v_first)
+        steps = {"chunk_gradients": Step(chunk_gradients.TEMPLATE, problem)}
     if facts.use_qk_l2norm_in_kernel:
         steps["l2norm_backward"] = Step(l2norm_backward.TEMPLATE, l2norm_backward.Problem(K=facts.K, dtype=_NAMES[facts.dtype]))
     return steps

@@ -15,7 +15,7 @@ from qla_jit import kernel_cache, select
 from qla_jit.compiler import CompileRequest
 from qla_jit.device import GpuInfo
 from qla_jit.errors import InvalidConfigError, KernelNotCachedError, UnsupportedError
-from qla_jit.kernel_templates import chunk_gradients
+from qla_jit.kernel_templates import warpgroup_gradients
 from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
 from qla_jit.models import models
 from qla_jit.ops import autograd, backward, fallback, pipeline, plan
@@ -28,7 +28,8 @@ SCANS = {
     "chunked": ("gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan"),
     "registers": ("gate_cumsum", "chunk_inverse", "register_state_scan", "register_gradient_scan"),
 }
-STEPS = {strategy: ("l2norm", *scans, "chunk_gradients", "l2norm_backward") for strategy, scans in SCANS.items()}
+GRADIENTS = {"chunked": "chunk_gradients", "registers": "warpgroup_gradients"}               # where V = 128
+STEPS = {strategy: ("l2norm", *scans, GRADIENTS[strategy], "l2norm_backward") for strategy, scans in SCANS.items()}
 H200 = GpuInfo("NVIDIA H200", SM90A, 132, 60 * 2**20)
 
 BASE = Case(H=2, HV=4, K=8, V=12, lengths=(70, 16, 1))
@@ -198,6 +199,9 @@ class Kernels:
             dg_sum = (Q * dQ_state + K * dK_read - K * dK_write).sum(1) + Z.sum(1) - Z.sum(0)
             dg_sum[-1] += (K * dK_write).sum() + gamma[-1, 0] * (dS * S).sum()
             dg[row, tokens, h] = dg_sum.flip(0).cumsum(0).flip(0).float()
+
+    def warpgroup_gradients(self, *arguments):
+        self.chunk_gradients(*arguments[:-1])            # without the number of blocks
 
     def l2norm_backward(self, q, k, eps, dq_unit, dk_unit, dq, dk):
         for x, dx_unit, dx in ((q, dq_unit, dq), (k, dk_unit, dk)):
@@ -372,8 +376,8 @@ def test_every_argument_of_every_kernel_is_passed_in_order(
     assert {values["A_log"].dtype for values in arguments_of.values() if "A_log" in values} == {torch.float32}
     assert scan["do"].dtype == torch.bfloat16
     assert scan["final_state_gradient"].dtype == torch.float32
-    assert scan["dv"] is arguments_of["chunk_gradients"]["dv"]
-    assert arguments_of["chunk_gradients"]["dq"].data_ptr() == arguments_of["l2norm_backward"]["dq_unit"].data_ptr()
+    assert scan["dv"] is arguments_of[GRADIENTS[strategy]]["dv"]
+    assert arguments_of[GRADIENTS[strategy]]["dq"].data_ptr() == arguments_of["l2norm_backward"]["dq_unit"].data_ptr()
 
 
 # V = 512: four blocks for each (sequence, value head).
@@ -382,12 +386,19 @@ def test_persistent_kernels_have_a_block_for_every_item_up_to_the_sms(
     V: int, blocks: int, monkeypatch: pytest.MonkeyPatch, asked: list
 ) -> None:
     given = []
+
+    def loaded(request):
+        return SimpleNamespace(launch=lambda *values: given.append((request.template.name, values[-1])))
+
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(kernel_cache, "get", lambda batch: [SimpleNamespace(launch=lambda *x: given.append(x)) for _ in batch])
+    monkeypatch.setattr(kernel_cache, "get", lambda batch: [loaded(request) for request in batch])
     for lengths in ((70,), (70,) * 40):
         inputs = call(V=V, lengths=lengths)
         backward.backward(inputs, *cotangents(inputs))
-    assert [x[-1] for x in given if isinstance(x[-1], int)] == [blocks, blocks, H200.sm_count, H200.sm_count]
+    scans = [count for name, count in given if name in SCANS["registers"] and isinstance(count, int)]
+    assert scans == [blocks, blocks, H200.sm_count, H200.sm_count]
+    # items of (chunk slot, key head): 2 slots and 2 key heads, then far more than SMs
+    assert [count for name, count in given if name == "warpgroup_gradients"] == ([4, H200.sm_count] if V == 128 else [])
 
 
 @pytest.mark.parametrize("in_kernel", [True, False], ids=["sigmoid", "as_given"])
@@ -509,12 +520,12 @@ def test_both_directions_are_compiled_in_one_go_at_the_first_forward(asked: list
 
 def test_a_config_in_force_has_kernels_of_its_own(asked: list) -> None:
     facts = call().facts
-    default = backward.kernels_for(facts).launch["chunk_gradients"].config
-    configs = chunk_gradients.TEMPLATE.configs(requests_of(facts)["chunk_gradients"].problem, SM90A)
+    default = backward.kernels_for(facts).launch["warpgroup_gradients"].config
+    configs = warpgroup_gradients.TEMPLATE.configs(requests_of(facts)["warpgroup_gradients"].problem, SM90A)
     other = next(config for config in configs if config != default)
-    with select.override(chunk_gradients=other):
-        assert backward.kernels_for(facts).launch["chunk_gradients"].config == other
-    assert backward.kernels_for(facts).launch["chunk_gradients"].config == default
+    with select.override(warpgroup_gradients=other):
+        assert backward.kernels_for(facts).launch["warpgroup_gradients"].config == other
+    assert backward.kernels_for(facts).launch["warpgroup_gradients"].config == default
 
 
 @pytest.mark.parametrize("changes", [{"K": 80}, {"V": 384}], ids=str)

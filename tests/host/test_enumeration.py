@@ -71,7 +71,7 @@ def test_kernels_with_gradients_include_those_without():
     assert forward < both
     new = {request.template.name for request in both - forward}
     assert new == {
-        "gate_cumsum", "register_state_scan", "register_gradient_scan", "chunk_gradients", "l2norm_backward"
+        "gate_cumsum", "register_state_scan", "register_gradient_scan", "warpgroup_gradients", "l2norm_backward"
     }                                            # chunk_inverse is that of the forward
 
 
