@@ -142,7 +142,7 @@ class Measurement(Model):
     speedup: Ratio | None = None         # over the default; None for the default itself
     split: PositiveInt | None = None     # chunks per segment that were in force; None: whole sequences
     sm_mhz: tuple[PositiveInt, PositiveInt] | None = None            # lowest and highest clock while it was timed
-    dropped: Count = 0                   # samples left out because of throttling or a drift of the clock
+    dropped: Count = 0                   # samples left out because of throttling or times that drift
     throttled: bool = False
     contended: bool = False              # other processes were on the GPU
 
@@ -152,7 +152,7 @@ class OutputError(Model):
 
     rms: Annotated[float, Field(ge=0)]
     max: Annotated[float, Field(ge=0)]
-    over_reference: Annotated[float, Field(ge=0)]                    # the larger of the two ratios
+    over_reference: Annotated[float, Field(ge=0)]                    # of the root mean squares
 
 
 class Verdict(Model):

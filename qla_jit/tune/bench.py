@@ -112,8 +112,8 @@ class Bench:
         if not _is_sound(answer):
             raise EnvironmentUnsuitable(
                 f"{len(taken) - len(kept)} of {len(taken)} blocks of times were disturbed by "
-                f"{'throttling' if throttled else 'a clock that drifts'}; at most half may be. Let the GPU cool down, or lock "
-                "its clock, and go on with --resume"
+                f"{'throttling' if throttled else 'times that drift'}; {MIN_BLOCKS} and half of them must remain. "
+                "Let the GPU cool down, or lock its clock, and go on with --resume"
             )
         return Timing(kept, len(taken) - len(kept), throttled, bool(answer["other_processes"]), answer["floor_us"])
 

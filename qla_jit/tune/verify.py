@@ -1,7 +1,7 @@
 """Is a candidate correct, repeatable, and does it keep to its memory? Asked before it is timed: speed never excuses a "no".
 
     right        each output's error against the recurrence in float64 is at most 1.25 times the error of the reference
-                 template on the same input, as a root mean square and as a maximum
+                 template on the same input as a root mean square, and at most twice as a maximum
     repeatable   eight launches are equal bit by bit, with other work between and beside them
     contained    every allocation is filled with NaN and has guard bytes around it, anew for each launch
 """
@@ -25,7 +25,9 @@ from .worker import Failure
 Run = Callable[[CallInputs], ForwardResult]
 
 ORACLE = "recurrence in float64, chunk by chunk"
-ERROR_RATIO = 1.25
+# Times the error of the reference template. The largest of a few thousand rounding errors is a matter of luck: on an H200 it
+# differs by up to 1.9 between kernels whose root mean squares agree within 1 %.
+RMS_RATIO, MAX_RATIO = 1.25, 2.0
 REPEATS = 8
 # An error below what rounding to the inputs' dtype alone may cost is no error, however exact the reference template happens
 # to be on an input: eps / 2 at the largest element, eps / 8 as a root mean square (0.1 % in bf16).
@@ -140,21 +142,22 @@ class Judge:
     ) -> Failure | None:
         eps = torch.finfo(self.facts.dtype).eps
         for name, output in outputs.items():
-            ratios = []
-            errors = _errors(output, judged.expected[name])
-            floors = (RMS_FLOOR * eps, MAX_FLOOR * eps)
-            for kind, error, theirs, floor in zip(("rms", "max"), errors, judged.reference_errors[name], floors, strict=True):
-                limit = max(ERROR_RATIO * theirs, floor)
+            rms, largest = _errors(output, judged.expected[name])
+            their_rms, their_largest = judged.reference_errors[name]
+            for kind, error, theirs, ratio, floor in (
+                ("rms", rms, their_rms, RMS_RATIO, RMS_FLOOR * eps),
+                ("max", largest, their_largest, MAX_RATIO, MAX_FLOOR * eps),
+            ):
+                limit = max(ratio * theirs, floor)
                 if not error <= limit:                       # NaN is not at most anything
                     return Failure(
                         "wrong", f"{case.name}: {kind} error of {name} is {error:.1e}; {limit:.1e} is allowed, "
-                        f"{ERROR_RATIO} times that of the reference template"
+                        f"{ratio} times that of the reference template"
                     )
-                ratios.append(error / max(theirs, floor))
             before = worst.get(name, OutputError(rms=0, max=0, over_reference=0))
             worst[name] = OutputError(
-                rms=max(before.rms, errors[0]), max=max(before.max, errors[1]),
-                over_reference=max(before.over_reference, *ratios),
+                rms=max(before.rms, rms), max=max(before.max, largest),
+                over_reference=max(before.over_reference, rms / max(their_rms, RMS_FLOOR * eps)),
             )
         return None
 

@@ -58,8 +58,8 @@ def test_blocks_count_from_when_times_are_flat():
 def test_warm_up_ends_even_if_times_never_become_flat():
     restless = random.Random(0)
     timer = RecordedTimer([(restless.uniform(1e4, 2e4),) for _ in range(500)])
-    assert len(measure(timer, blocks=5)) == 5
-    assert len(timer.order) < 2 * (100 + 5 + FLAT_ROUNDS)    # about a second of 15 ms replays
+    assert 5 <= len(measure(timer, blocks=5)) <= 10
+    assert len(timer.order) < 2 * (100 + 10 + FLAT_ROUNDS)   # about a second of 15 ms replays
 
 
 def test_warm_up_takes_its_time_though_times_are_flat_from_the_first():
@@ -68,10 +68,20 @@ def test_warm_up_takes_its_time_though_times_are_flat_from_the_first():
     assert len(timer.order) >= WARM_UP_US / 1e3
 
 
-def test_blocks_under_throttling_and_off_the_usual_clock_are_dropped():
-    clocks = [Clock(1755, False)] * 5 + [Clock(1740, False), Clock(1700, False), Clock(1755, True), Clock(None, None)]
-    blocks = [Block((1.0,), clock) for clock in clocks]
-    assert [block.clock for block in sound(blocks)] == [*clocks[:6], clocks[8]]
+def test_blocks_under_throttling_and_off_the_usual_time_are_dropped():
+    blocks = [Block((600.0, 400.0))] * 5 + [Block((620.0, 425.0)), Block((610.0, 450.0)), Block((590.0, 350.0))]
+    throttled = Block((600.0, 400.0), Clock(1755, True))
+    assert sound([*blocks, throttled]) == blocks[:6]
+
+
+def test_the_clock_that_the_driver_reports_decides_nothing():
+    blocks = [Block((1.0,), Clock(mhz, False)) for mhz in (1965, 1965, 1620, 1620, None)]
+    assert sound(blocks) == blocks
+
+
+def test_a_block_that_does_not_count_is_taken_again():
+    blocks = measure(RecordedTimer([(5e3,)] * 30 + [(6e3,)] * 2 + [(5e3,)] * 100), blocks=25)
+    assert (len(blocks), len(sound(blocks))) == (26, 25)
 
 
 def test_without_clocks_nothing_is_dropped():

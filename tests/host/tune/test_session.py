@@ -327,6 +327,11 @@ def test_problems_for_which_no_time_is_left_are_not_begun(tmp_path, monkeypatch)
 
 def test_too_much_noise_refuses_to_record(tmp_path):
     with pytest.raises(EnvironmentUnsuitable, match=r"the default against itself.*stop what else runs"):
+        run(PlantedMachine(noise=0.04), tmp_path)
+
+
+def test_times_that_drift_refuse_to_record(tmp_path):
+    with pytest.raises(EnvironmentUnsuitable, match=r"of 24 blocks of times were disturbed by times that drift"):
         run(PlantedMachine(noise=0.2), tmp_path)
 
 
