@@ -23,6 +23,7 @@ from .ops import backward, pipeline
 if TYPE_CHECKING:
     from .compiler import CompileRequest
     from .ops.inputs import CallFacts
+    from .ops.plan import Extents
     from .select import Override
 
 
@@ -48,14 +49,14 @@ def dispatch_table() -> dict[str, str]:
     """
     table = {f"kernel {request}": kernel.digest for request, kernel in kernel_cache.loaded().items()}
     for (facts, override, extents), kernels in pipeline.resolved().items():
-        sizes = f"chunks={extents.chunks} longest={extents.longest} sequences={extents.sequences}"
-        split = "whole sequences" if kernels.split is None else f"segments of {kernels.split} chunks"
-        table[f"forward {_told(facts, override)} {sizes}"] = f"{kernels.strategy}, {split}: {_configs(kernels.requests)}"
-    for (facts, override), gradients in backward.resolved().items():
+        decision = f"{kernels.strategy}, {_split(kernels.split)}: {_configs(kernels.requests)}"
+        table[f"forward {_told(facts, override, extents)}"] = decision
+    for (facts, override, extents), gradients in backward.resolved().items():
         decision = "the reference"
         if gradients is not None:
-            decision = f"{gradients.dispatch.strategy}: {_configs(gradients.dispatch.requests)}"
-        table[f"backward {_told(facts, override)}"] = decision
+            dispatch = gradients.dispatch
+            decision = f"{dispatch.strategy}, {_split(dispatch.split)}: {_configs(dispatch.requests)}"
+        table[f"backward {_told(facts, override, extents)}"] = decision
     return dict(sorted(table.items()))
 
 
@@ -137,9 +138,14 @@ def _configs(requests: Mapping[str, CompileRequest]) -> str:
     return "; ".join(f"{step} {request.config}" for step, request in requests.items())
 
 
-def _told(facts: CallFacts, override: Override) -> str:
+def _split(split: int | None) -> str:
+    return "whole sequences" if split is None else f"segments of {split} chunks"
+
+
+def _told(facts: CallFacts, override: Override, extents: Extents) -> str:
     words = [f"{name}={_plain(value)}" for name, value in facts._asdict().items() if name != "device"]
-    return " ".join(words if override.is_empty else [*words, str(override)])
+    words += [] if override.is_empty else [str(override)]
+    return " ".join([*words, f"chunks={extents.chunks} longest={extents.longest} sequences={extents.sequences}"])
 
 
 def _plain(value: Any) -> str:

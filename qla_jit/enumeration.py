@@ -106,7 +106,7 @@ def kernels(shape: ModelShape, variants: Variants, arch: Arch, gpus: Collection[
     for facts in variants.calls(shape):
         requests.update(dict.fromkeys(select.requests_for_any_size(facts, arch)))
         if variants.backward:
-            requests.update(dict.fromkeys(select.choose_backward(facts, arch).requests.values()))
+            requests.update(dict.fromkeys(select.backward_requests_for_any_size(facts, arch)))
         for hardware in gpus:
             requests.update(dict.fromkeys(select.requests_of_records(facts, arch, hardware)))
     return list(requests)

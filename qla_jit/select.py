@@ -103,16 +103,18 @@ class BackwardDispatch:
     strategy: str
     requests: Mapping[str, CompileRequest]       # the kernels by step, in launch order
     facts: CallFacts                             # the call, in chunks of the size that the kernels are for
+    split: int | None = None                     # chunks per segment; None: whole sequences
 
 
 @dataclass(frozen=True)
 class Override:
-    """What is to be used instead of the choice: strategies, configs by step, a split; what is left out is chosen."""
+    """What is to be used instead of the choice: strategies, configs by step, splits; what is left out is chosen."""
 
     strategy: str | None = None
     backward_strategy: str | None = None
     configs: tuple[tuple[str, Any], ...] = ()
     split: int | EllipsisType | None = ...       # None is a split: whole sequences
+    backward_split: int | EllipsisType | None = ...
 
     @property
     def is_empty(self) -> bool:
@@ -140,13 +142,7 @@ def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, ex
         if answer is None:
             _tell_untuned(facts, extents, hardware)
     if answer is None or answer.says_default:
-        suitable = [
-            strategy
-            for strategy in usable.values()
-            if strategy.suits is None
-            or (hardware is not None and extents is not None and strategy.suits(facts, extents, hardware.sm_count))
-        ]
-        strategy, knobs, split_rule = _preferred(suitable, usable, _override.strategy, arch), {}, None
+        strategy, knobs, split_rule = _preferred(usable, facts, arch, hardware, extents, _override.strategy), {}, None
     else:
         assert answer.chosen is not None, "consider() was asked for one that chose"
         entry = answer.chosen.entry
@@ -168,10 +164,13 @@ def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, ex
 
 def requests_for_any_size(facts: CallFacts, arch: Arch) -> list[CompileRequest]:
     """The kernels that calls may need where nothing was tuned, whatever their sizes: so that no later size compiles."""
-    strategies = strategies_for(facts, arch)
-    first = max(number for number, strategy in enumerate(strategies) if strategy.suits is None)
-    by_strategy = (_requests(strategy, facts, arch, knobs={}) for strategy in strategies[first:])
-    return list(dict.fromkeys(request for requests in by_strategy for request in requests.values()))     # they share kernels
+    return _requests_for_any_size(strategies_for(facts, arch), facts, arch)
+
+
+def backward_requests_for_any_size(facts: CallFacts, arch: Arch) -> list[CompileRequest]:
+    """As requests_for_any_size, of the gradients of calls."""
+    facts, strategies = backward_strategies_for(facts, arch)
+    return _requests_for_any_size(strategies, facts, arch)
 
 
 def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> list[CompileRequest]:
@@ -187,8 +186,14 @@ def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> lis
     return list(found)
 
 
-def choose_backward(facts: CallFacts, arch: Arch) -> BackwardDispatch:
-    """How to compute the gradients of a call, of all sizes; with the configs in force or the defaults.
+def choose_backward(
+    facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, extents: Extents | None = None
+) -> BackwardDispatch:
+    """How to compute the gradients of a call, with the configs in force or the defaults.
+
+    Args:
+        hardware: the GPU that will run it; None takes what suits every size.
+        extents: the sizes of the batch, in chunks of BACKWARD_CHUNK_SIZES[0]; None likewise.
 
     Raises:
         UnsupportedError: no strategy serves them, and they come from the reference.
@@ -196,8 +201,14 @@ def choose_backward(facts: CallFacts, arch: Arch) -> BackwardDispatch:
     """
     facts, usable = backward_strategies_for(facts, arch)
     by_name = {strategy.name: strategy for strategy in usable}
-    strategy = _preferred(usable, by_name, _override.backward_strategy, arch)
-    return BackwardDispatch(strategy.name, _requests(strategy, facts, arch, knobs={}, configs=dict(_override.configs)), facts)
+    strategy = _preferred(by_name, facts, arch, hardware, extents, _override.backward_strategy)
+    requests = _requests(strategy, facts, arch, knobs={}, configs=dict(_override.configs))
+    split = None
+    if not isinstance(_override.backward_split, EllipsisType):
+        split = _override.backward_split
+    elif hardware is not None and extents is not None and facts.auto_cp:
+        split = strategy.splits(facts, extents, hardware.sm_count)[0]
+    return BackwardDispatch(strategy.name, requests, facts, split)
 
 
 def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None) -> Iterator[Considered]:
@@ -213,9 +224,10 @@ def bucket(extents: Extents) -> Extents:
     return _bucket(extents.chunks, extents.longest, extents.sequences)
 
 
-def extents_of(inputs: CallInputs) -> Extents:
-    """The sizes of a call in chunks; upper bounds where only the GPU knows the lengths of packed sequences."""
-    C, T, N = inputs.facts.chunk_size, inputs.T, inputs.N
+def extents_of(inputs: CallInputs, chunk_size: int | None = None) -> Extents:
+    """The sizes of a call in chunks, of the call's own size unless another is given; upper bounds where only the GPU knows the
+    lengths of packed sequences."""
+    C, T, N = inputs.facts.chunk_size if chunk_size is None else chunk_size, inputs.T, inputs.N
     if inputs.starts is not None:
         return _packed_extents(inputs.starts, C)
     if inputs.facts.varlen:
@@ -244,9 +256,10 @@ def override(
     *,
     backward_strategy: str | None = None,
     split: int | EllipsisType | None = ...,
+    backward_split: int | EllipsisType | None = ...,
     **configs: Any,
 ) -> Iterator[None]:
-    """Use these strategies, this split (None: whole sequences), and these configs by step, for every call in the block:
+    """Use these strategies, these splits (None: whole sequences), and these configs by step, for every call in the block:
     `with override(state_scan=Config(...))`.
 
     Process-wide, for experiments and for the tuner's worker; not for a process that serves several threads.
@@ -254,7 +267,7 @@ def override(
     global _override
     saved = _override
     by_step = tuple(sorted(configs.items(), key=lambda item: item[0]))
-    _override = Override(strategy, backward_strategy, by_step, split)
+    _override = Override(strategy, backward_strategy, by_step, split, backward_split)
     try:
         yield
     finally:
@@ -266,14 +279,34 @@ def override_in_force() -> Override:
     return _override
 
 
-def _preferred(suitable: Sequence[Strategy], usable: Mapping[str, Strategy], forced: str | None, arch: Arch) -> Strategy:
-    """The strategy in force, else the last that suits."""
-    if forced is None:
-        return suitable[-1]
+def _preferred(
+    usable: Mapping[str, Strategy],
+    facts: CallFacts,
+    arch: Arch,
+    hardware: Hardware | None,
+    extents: Extents | None,
+    forced: str | None,
+) -> Strategy:
+    """The strategy in force, else the last that suits the sizes."""
     if forced in usable:
         return usable[forced]
-    rejection = Rejection(f"strategy {forced} does not serve this call on {arch.name}; {', '.join(usable)} would")
-    raise InvalidConfigError(str(rejection), rejection=rejection)
+    if forced is not None:
+        rejection = Rejection(f"strategy {forced} does not serve this call on {arch.name}; {', '.join(usable)} would")
+        raise InvalidConfigError(str(rejection), rejection=rejection)
+    suitable = (
+        strategy
+        for strategy in reversed(usable.values())
+        if strategy.suits is None
+        or (hardware is not None and extents is not None and strategy.suits(facts, extents, hardware.sm_count))
+    )
+    return next(suitable)
+
+
+def _requests_for_any_size(strategies: Sequence[Strategy], facts: CallFacts, arch: Arch) -> list[CompileRequest]:
+    """From the last strategy that suits every size on."""
+    first = max(number for number, strategy in enumerate(strategies) if strategy.suits is None)
+    by_strategy = (_requests(strategy, facts, arch, knobs={}) for strategy in strategies[first:])
+    return list(dict.fromkeys(request for requests in by_strategy for request in requests.values()))     # they share kernels
 
 
 def _requests(

@@ -21,7 +21,7 @@ def covers(inputs: CallInputs) -> bool:
     of a training waits for the compiler once."""
     if inputs.B * inputs.T == 0:
         return True
-    return backward.kernels_for(inputs.facts, together_with=lambda: pipeline.choice_for(inputs)[1]) is not None
+    return backward.kernels_for(inputs, together_with=lambda: pipeline.choice_for(inputs)[1]) is not None
 
 
 def differentiable_forward(inputs: CallInputs) -> ForwardResult:

@@ -17,18 +17,24 @@ from ..device import gpu_info
 from ..errors import UnsupportedError
 from ..kernel_templates.macros.register_roles import ROWS
 from ..reference import L2NORM_EPS
+from ..settings import settings
+from ..tuning_records import Hardware
+from . import plan
 from .gate_gradients import beta_gradient, gate_gradients
 from .inputs import CallFacts, CallInputs
 from .operands import (
+    Segments,
     aligned,
     chunk_inverses,
     floored_strengths,
     prepared_keys,
     scanned_chunks,
+    scanned_segments,
     slots_of,
     summed_gates,
     with_float_parameters,
 )
+from .plan import Extents
 from .results import Gradients
 
 WHOLE_SEQUENCES = 0                      # chunks per segment, to kernels that are built without segments
@@ -44,30 +50,37 @@ class Kernels:
     launch: Launch
 
 
-_ready: dict[tuple[CallFacts, select.Override], Kernels | None] = {}
+_ready: dict[tuple[CallFacts, select.Override, Extents], Kernels | None] = {}
 
 
-def kernels_for(facts: CallFacts, together_with: Callable[[], Sequence[CompileRequest]] = list) -> Kernels | None:
+def kernels_for(inputs: CallInputs, together_with: Callable[[], Sequence[CompileRequest]] = list) -> Kernels | None:
     """The kernels of the gradients, compiled if need be, in one go with others; None where they do not cover the call here.
 
-    A dictionary hit from the second call on, whatever the sizes. With facts.output_final_state the final state has a gradient.
+    A dictionary hit from the second call of about the same size on. With facts.output_final_state the final state has a gradient.
     """
-    key = (facts, select.override_in_force())
+    facts, extents = inputs.facts, select.bucket(select.extents_of(inputs, plan.BACKWARD_CHUNK_SIZES[0]))
+    override = select.override_in_force()
+    key = (facts, override, extents)
     if key not in _ready:
+        gpu = gpu_info(facts.device)
         try:
-            dispatch = select.choose_backward(facts, gpu_info(facts.device).arch)
+            dispatch = select.choose_backward(facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
         except UnsupportedError:
             _ready[key] = None
         else:
-            with told_on_a_miss(lambda: build_command_of_call(facts, gpu_info(facts.device), backward=True)):
-                loaded = kernel_cache.get(list(dict.fromkeys([*dispatch.requests.values(), *together_with()])))
-            launch = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=False)}
+            needed = list(dispatch.requests.values())
+            if override.is_empty and settings().mode != "require":
+                needed += select.backward_requests_for_any_size(facts, gpu.arch)     # as in pipeline.choice_for()
+            needed = list(dict.fromkeys([*needed, *together_with()]))
+            with told_on_a_miss(lambda: build_command_of_call(facts, gpu, backward=True)):
+                loaded = dict(zip(needed, kernel_cache.get(needed), strict=True))
+            launch = {step: loaded[request].launch for step, request in dispatch.requests.items()}
             _ready[key] = Kernels(dispatch, launch)
     return _ready[key]
 
 
-def resolved() -> dict[tuple[CallFacts, select.Override], Kernels | None]:
-    """What gradients have been given so far; None where they come from the reference."""
+def resolved() -> dict[tuple[CallFacts, select.Override, Extents], Kernels | None]:
+    """What gradients have been given so far, by the calls and their rounded sizes; None where they come from the reference."""
     return dict(_ready)
 
 
@@ -82,7 +95,7 @@ def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> 
             return backward(inputs, do, dht)
     if inputs.B * inputs.T == 0:
         return _no_tokens(inputs, dht)
-    kernels = kernels_for(facts)
+    kernels = kernels_for(inputs)
     assert kernels is not None, "who asks for gradients has asked whether kernels cover them"
     launch = kernels.launch
     inputs = dataclasses.replace(inputs, facts=kernels.dispatch.facts)
@@ -92,7 +105,7 @@ def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> 
     dht = None if dht is None else aligned(dht.float().contiguous())
 
     q, k = prepared_keys(launch, inputs)
-    chunks = SCANS[kernels.dispatch.strategy](launch, with_float_parameters(inputs), q, k, aligned(inputs.v), do, dht)
+    chunks = SCANS[kernels.dispatch.strategy](kernels, with_float_parameters(inputs), q, k, aligned(inputs.v), do, dht)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dg, dbeta = torch.empty(2, *inputs.g.shape, dtype=torch.float32, device=facts.device).unbind()
     arguments = (
@@ -136,7 +149,7 @@ class ScannedGradients(NamedTuple):
 
 
 def _chunked(
-    launch: Launch,
+    kernels: Kernels,
     inputs: CallInputs,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -145,6 +158,7 @@ def _chunked(
     dht: torch.Tensor | None,
 ) -> ScannedGradients:
     initial_state, dh0 = _initial_state(inputs)
+    launch = kernels.launch
     g_sum, beta, A, states, v_new = scanned_chunks(launch, inputs, k, v, initial_state, None)
     state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
     launch["state_gradient_scan"](q, k, do, A, g_sum, inputs.cu_seqlens, dht, state_gradients, dv, dh0, inputs.scale)
@@ -152,7 +166,7 @@ def _chunked(
 
 
 def _registers(
-    launch: Launch,
+    kernels: Kernels,
     inputs: CallInputs,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -160,27 +174,89 @@ def _registers(
     do: torch.Tensor,
     dht: torch.Tensor | None,
 ) -> ScannedGradients:
-    facts, cu_seqlens, scale, slots = inputs.facts, inputs.cu_seqlens, inputs.scale, slots_of(inputs)
-    HV, K, V, C = facts.HV, facts.K, facts.V, facts.chunk_size
+    launch, slots = kernels.launch, slots_of(inputs)
     inputs = dataclasses.replace(inputs, beta=floored_strengths(inputs))
-    gates = (inputs.g, inputs.A_log, inputs.dt_bias)
     initial_state, dh0 = _initial_state(inputs)
-    blocks = min(inputs.N * HV * (V // ROWS), gpu_info(facts.device).sm_count)
-
     g_sum, beta = summed_gates(launch, inputs, slots)
     Ab = chunk_inverses(launch, inputs, k, slots)
-    states = torch.empty(slots, HV, V, K, dtype=facts.dtype, device=facts.device)
-    v_new = torch.empty(slots, HV, C, V, dtype=facts.dtype, device=facts.device)
-    launch["register_state_scan"](k, v, Ab, *gates, cu_seqlens, initial_state, states, v_new, WHOLE_SEQUENCES, blocks)
+    if "segment_plan" in launch:
+        segments = scanned_segments(launch, inputs, k, v, Ab, initial_state, slots=slots, split=kernels.dispatch.split)
+        scans = RegisterScans(launch, inputs, q, k, v, do, Ab, places=segments.places, L=segments.L)
+        states, v_new = scans.states(segments.states)
+        behind = _gradients_behind(scans, segments, dht)
+    else:
+        scans = RegisterScans(launch, inputs, q, k, v, do, Ab, places=inputs.N, L=WHOLE_SEQUENCES)
+        states, v_new = scans.states(initial_state)
+        behind = dht
     state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
-    launch["register_gradient_scan"](
-        q, k, do, Ab, *gates, cu_seqlens, dht, state_gradients, dv, dh0,
-        scale, math.log2(scale) if scale else -math.inf, WHOLE_SEQUENCES, blocks,
-    )  # fmt: skip
+    scans.gradients("register_gradient_scan", behind, state_gradients, dv, dh0)
     return ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0)
 
 
-SCANS = {"chunked": _chunked, "registers": _registers}
+SCANS = {"chunked": _chunked, "registers": _registers, "registers_split": _registers}
+
+
+@dataclass(frozen=True)
+class RegisterScans:
+    """The scans that carry the state or its gradient in registers, of whole sequences or of all segments at once."""
+
+    launch: Launch
+    inputs: CallInputs
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    Ab: torch.Tensor                             # [slots, HV, C, C]
+    _: dataclasses.KW_ONLY
+    places: int                                  # of segments; as many as there are sequences where those are whole
+    L: int                                       # chunks per segment, or WHOLE_SEQUENCES
+
+    def states(self, initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The state that enters each chunk, transposed, and v_new, from the state that enters each place."""
+        slots, HV, C, _ = self.Ab.shape
+        facts = self.inputs.facts
+        states = torch.empty(slots, HV, facts.V, facts.K, dtype=facts.dtype, device=facts.device)
+        v_new = torch.empty(slots, HV, C, facts.V, dtype=facts.dtype, device=facts.device)
+        self.launch["register_state_scan"](
+            self.k, self.v, self.Ab, *self._gates, self.inputs.cu_seqlens, initial, states, v_new, self.L, self._blocks
+        )
+        return states, v_new
+
+    def gradients(
+        self,
+        step: str,
+        behind: torch.Tensor | None,
+        state_gradients: torch.Tensor | None,
+        dv: torch.Tensor | None,
+        in_front: torch.Tensor | None,
+    ) -> None:
+        """From the gradient of the state behind each place to that in front of it."""
+        scale = self.inputs.scale
+        self.launch[step](
+            self.q, self.k, self.do, self.Ab, *self._gates, self.inputs.cu_seqlens, behind, state_gradients, dv, in_front,
+            scale, math.log2(scale) if scale else -math.inf, self.L, self._blocks,
+        )  # fmt: skip
+
+    @property
+    def _gates(self) -> tuple[torch.Tensor | None, ...]:
+        return self.inputs.g, self.inputs.A_log, self.inputs.dt_bias
+
+    @property
+    def _blocks(self) -> int:
+        """Each takes every blocks-th item."""
+        facts = self.inputs.facts
+        return min(self.places * facts.HV * (facts.V // ROWS), gpu_info(facts.device).sm_count)
+
+
+def _gradients_behind(scans: RegisterScans, segments: Segments, dht: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of the state behind each segment, [places, HV, V, K]."""
+    own, behind = torch.empty_like(segments.states), torch.empty_like(segments.states)
+    scans.gradients("segment_gradient_scan", dht, None, None, own)
+    inputs = scans.inputs
+    scans.launch["segment_state_gradients"](
+        segments.transfers, segments.warm_chunks, inputs.cu_seqlens, dht, own, behind, segments.L, inputs.T, inputs.N
+    )
+    return behind
 
 
 def _initial_state(inputs: CallInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:

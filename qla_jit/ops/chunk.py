@@ -239,7 +239,7 @@ def chunk_gated_delta_rule_bwd(
     if inputs.q.is_cuda:
         from . import backward
 
-        if inputs.B * inputs.T == 0 or backward.kernels_for(facts) is not None:
+        if inputs.B * inputs.T == 0 or backward.kernels_for(inputs) is not None:
             return backward.backward(inputs, do, dht)
         _warn_slow_gradients()
     return fallback.backward(inputs, do, dht)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import UnsupportedError
+from ..kernel_templates.macros.register_roles import ROWS
+from ..kernel_templates.macros.segments import place_count
 from ..kernel_templates.macros.sequences import slot_count
 from ..reference import L2NORM_EPS, beta_from_logits
 from .inputs import CallInputs
@@ -25,6 +27,16 @@ class ScannedChunks(NamedTuple):
     A: torch.Tensor                              # [slots, HV, C, C]: Ag
     states: torch.Tensor                         # [slots, HV, K, V]: the state that enters
     v_new: torch.Tensor                          # [slots, HV, C, V]
+
+
+class Segments(NamedTuple):
+    """Sequences cut into segments, the gates' verdict on each, and what the forward direction finds. By segment place."""
+
+    L: int                                       # chunks per segment
+    places: int
+    warm_chunks: torch.Tensor                    # [places, HV], int32: of segment_plan
+    transfers: torch.Tensor                      # [places, HV, V + K, K], fp32: N and M, transposed
+    states: torch.Tensor                         # [places, HV, V, K], fp32: the state that enters
 
 
 def slots_of(inputs: CallInputs) -> int:
@@ -88,6 +100,35 @@ def chunk_inverses(launch: dict[str, Callable[..., None]], inputs: CallInputs, k
     Ab = torch.empty(slots, facts.HV, facts.chunk_size, facts.chunk_size, dtype=facts.dtype, device=facts.device)
     launch["chunk_inverse"](k, inputs.beta, inputs.cu_seqlens, Ab)
     return Ab
+
+
+def scanned_segments(
+    launch: dict[str, Callable[..., None]],
+    inputs: CallInputs,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    Ab: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    *,
+    slots: int,
+    split: int | None,
+) -> Segments:
+    """The state that enters each segment of `split` chunks; None: one segment for every sequence."""
+    facts, cu_seqlens = inputs.facts, inputs.cu_seqlens
+    HV, K, V, device = facts.HV, facts.K, facts.V, facts.device
+    gates = (inputs.g, inputs.A_log, inputs.dt_bias)
+    L = slots if split is None else split
+    places = place_count(slots, inputs.N, L)
+
+    warm_chunks = torch.empty(places, HV, dtype=torch.int32, device=device)
+    launch["segment_plan"](*gates, cu_seqlens, warm_chunks, L)
+    transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=device)
+    # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
+    items = places * HV * (V // ROWS + 1)
+    launch["segment_scan"](k, v, Ab, *gates, cu_seqlens, warm_chunks, transfers, L, items)
+    states = torch.empty(places, HV, V, K, dtype=torch.float32, device=device)
+    launch["segment_states"](transfers, warm_chunks, cu_seqlens, initial_state, states, L, inputs.T, inputs.N)
+    return Segments(L, places, warm_chunks, transfers, states)
 
 
 def floored_strengths(inputs: CallInputs) -> torch.Tensor:

@@ -13,11 +13,18 @@ from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
 from ..kernel_templates.macros.register_roles import ROWS
-from ..kernel_templates.macros.segments import place_count
 from ..settings import settings
 from ..tuning_records import Hardware
 from .inputs import CallFacts, CallInputs
-from .operands import aligned, chunk_inverses, prepared_keys, scanned_chunks, slots_of, with_float_parameters
+from .operands import (
+    aligned,
+    chunk_inverses,
+    prepared_keys,
+    scanned_chunks,
+    scanned_segments,
+    slots_of,
+    with_float_parameters,
+)
 from .plan import Extents
 from .results import ForwardResult
 
@@ -100,28 +107,16 @@ def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
 
 
 def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
-    facts, launch = inputs.facts, kernels.launch
-    HV, K, V, device = facts.HV, facts.K, facts.V, facts.device
+    launch = kernels.launch
     q, k = prepared_keys(launch, inputs)
     v = aligned(inputs.v)
     slots = slots_of(inputs)
-    L = slots if kernels.split is None else kernels.split        # one segment for every sequence, or as chosen
-    places = place_count(slots, inputs.N, L)
-    cu_seqlens = inputs.cu_seqlens
-
     Ab = chunk_inverses(launch, inputs, k, slots)
-    warm_chunks = torch.empty(places, HV, dtype=torch.int32, device=device)
-    launch["segment_plan"](inputs.g, inputs.A_log, inputs.dt_bias, cu_seqlens, warm_chunks, L)
-    transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=device)
-    # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
-    items = places * HV * (V // ROWS + 1)
-    launch["segment_scan"](
-        k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, cu_seqlens, warm_chunks, transfers, L, items
-    )
     initial_state, final_state = _states(inputs)
-    states = torch.empty(places, HV, V, K, dtype=torch.float32, device=device)
-    launch["segment_states"](transfers, warm_chunks, cu_seqlens, initial_state, states, L, inputs.T, inputs.N)
-    o = _rest_of_forward(launch, inputs, q, k, v, Ab, states, final_state, places=places, chunks_per_segment=L)
+    segments = scanned_segments(launch, inputs, k, v, Ab, initial_state, slots=slots, split=kernels.split)
+    o = _rest_of_forward(
+        launch, inputs, q, k, v, Ab, segments.states, final_state, places=segments.places, chunks_per_segment=segments.L
+    )
     return ForwardResult(o, final_state)
 
 

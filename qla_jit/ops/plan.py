@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from ..kernel_templates import (
     register_state_scan,
     segment_plan,
     segment_scan,
+    segment_state_gradients,
     segment_states,
     state_gradient_scan,
     state_scan,
@@ -31,7 +33,7 @@ from ..kernel_templates import (
 from ..kernel_templates.arch import Arch
 from ..kernel_templates.contract import Rejection, Template
 from .inputs import CallFacts
-from .splits import SEGMENTS, best_split
+from .splits import SEGMENTS, best_backward_split, best_split
 
 KEY_DIMS = (64, 96, 128, 192, 256)
 VALUE_DIMS = (64, 96, 128, 192, 256, 512)
@@ -173,18 +175,21 @@ def fused_steps(facts: CallFacts) -> dict[str, Step]:
 
 def split_steps(facts: CallFacts) -> dict[str, Step]:
     """As fused, with long sequences cut into segments that are computed side by side."""
-    plan = segment_plan.Problem(HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts))
-    scan = segment_scan.Problem(**key_side(facts), V=facts.V, **gate_sources(facts))
-    boundaries = segment_states.Problem(
-        HV=facts.HV, K=facts.K, V=facts.V, C=facts.chunk_size, **packing(facts), **initial_state(facts)
-    )
     steps = fused_steps(facts)
     rest = steps.pop("register_state_forward")
-    return steps | {
+    return steps | segment_steps(facts) | {
+        "register_state_forward": Step(rest.template, dataclasses.replace(rest.problem, initial_state_dtype=None, split=True)),
+    }  # fmt: skip
+
+
+def segment_steps(facts: CallFacts) -> dict[str, Step]:
+    """The state that enters every segment."""
+    plan = segment_plan.Problem(HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts))
+    scan = segment_scan.Problem(**key_side(facts), V=facts.V, **gate_sources(facts))
+    return {
         "segment_plan": Step(segment_plan.TEMPLATE, plan),
         "segment_scan": Step(segment_scan.TEMPLATE, scan),
-        "segment_states": Step(segment_states.TEMPLATE, boundaries),
-        "register_state_forward": Step(rest.template, dataclasses.replace(rest.problem, initial_state_dtype=None, split=True)),
+        "segment_states": Step(segment_states.TEMPLATE, segment_states.Problem(**boundaries(facts), **initial_state(facts))),
     }
 
 
@@ -202,25 +207,60 @@ def chunked_backward_steps(facts: CallFacts) -> dict[str, Step]:
 
 
 def register_backward_steps(facts: CallFacts) -> dict[str, Step]:
-    """As chunked_backward_steps, with the state and then its gradient in registers from chunk to chunk.
+    """As chunked_backward_steps, with the state and then its gradient in registers from chunk to chunk."""
+    states, gradients = register_scans(facts)
+    return around_register_scans(
+        facts,
+        {
+            "register_state_scan": Step(register_state_scan.TEMPLATE, states),
+            "register_gradient_scan": Step(register_gradient_scan.TEMPLATE, gradients),
+        },
+    )
 
-    chunk_inverse knows no floor of beta, so its kernels get beta from operands.floored_strengths.
-    """
-    keys, gates = key_side(facts), gate_sources(facts)
+
+def split_register_backward_steps(facts: CallFacts) -> dict[str, Step]:
+    """As register_backward_steps, with long sequences cut into segments that are computed side by side. What each adds to the
+    gradient in front of it takes a scan of its own."""
+    states, gradients = register_scans(facts)
+    own = dataclasses.replace(gradients, has_initial_state=False, split=True, transfers_only=True)
+    between = segment_state_gradients.Problem(
+        **boundaries(facts), has_final_state_gradient=facts.output_final_state, state_v_first=facts.state_v_first
+    )
+    states = dataclasses.replace(states, initial_state_dtype=None, split=True)
+    gradients = dataclasses.replace(gradients, has_final_state_gradient=False, split=True)
+    return around_register_scans(
+        facts,
+        segment_steps(facts)
+        | {
+            "register_state_scan": Step(register_state_scan.TEMPLATE, states),
+            "segment_gradient_scan": Step(register_gradient_scan.TEMPLATE, own),
+            "segment_state_gradients": Step(segment_state_gradients.TEMPLATE, between),
+            "register_gradient_scan": Step(register_gradient_scan.TEMPLATE, gradients),
+        },
+    )
+
+
+def register_scans(facts: CallFacts) -> tuple[register_state_scan.Problem, register_gradient_scan.Problem]:
+    """Of whole sequences."""
+    dims = dict(**key_side(facts), V=facts.V, **gate_sources(facts))
+    return (
+        register_state_scan.Problem(**dims, **initial_state(facts)),
+        register_gradient_scan.Problem(**dims, **state_gradients(facts)),
+    )
+
+
+def around_register_scans(facts: CallFacts, scans: dict[str, Step]) -> dict[str, Step]:
+    """chunk_inverse knows no floor of beta, so its kernels get beta from operands.floored_strengths."""
     floored = dict(beta_dtype="float32", beta_sigmoid=False, negative_eigenvalues=False)
-    scan = register_state_scan.Problem(**keys, V=facts.V, **initial_state(facts), **gates)
-    gradient_scan = register_gradient_scan.Problem(**keys, V=facts.V, **state_gradients(facts), **gates)
     return unit_row_steps(facts) | {
         # It floors once more: the same kernel serves `chunked` where beta comes as it is.
         "gate_cumsum": summed_gates(facts, floored, beta_floor=BETA_FLOORS[facts.dtype]),
-        "chunk_inverse": Step(chunk_inverse.TEMPLATE, chunk_inverse.Problem(**keys, **floored)),
-        "register_state_scan": Step(register_state_scan.TEMPLATE, scan),
-        "register_gradient_scan": Step(register_gradient_scan.TEMPLATE, gradient_scan),
-    } | chunk_gradient_steps(facts, states_v_first=True)  # fmt: skip
+        "chunk_inverse": Step(chunk_inverse.TEMPLATE, chunk_inverse.Problem(**key_side(facts), **floored)),
+    } | scans | chunk_gradient_steps(facts, states_v_first=True)  # fmt: skip
 
 
 def chunk_gradient_steps(facts: CallFacts, *, states_v_first: bool) -> dict[str, Step]:
-    """What both end with. Transposed states of V = 128 have a faster kernel."""
+    """What all end with. Transposed states of V = 128 have a faster kernel."""
     dims = key_side(facts) | dict(V=facts.V)
     if states_v_first and facts.V == warpgroup_gradients.DIM:
         steps = {"warpgroup_gradients": Step(warpgroup_gradients.TEMPLATE, warpgroup_gradients.Problem(**dims))}
@@ -232,22 +272,28 @@ def chunk_gradient_steps(facts: CallFacts, *, states_v_first: bool) -> dict[str,
     return steps
 
 
-def segment_lengths(facts: CallFacts, extents: Extents, sm_count: int) -> tuple[int | None, ...]:
-    best = _best_split(facts, extents, sm_count)
+# (items of 128 state rows for each sequence, chunks of the longest, of all, sequences, SMs) to chunks per segment; see splits.py.
+CostModel = Callable[[int, int, int, int, int], int | None]
+
+
+def segment_lengths(
+    facts: CallFacts, extents: Extents, sm_count: int, *, model: CostModel = best_split
+) -> tuple[int | None, ...]:
+    best = _best_split(model, facts, extents, sm_count)
     return tuple(dict.fromkeys((best, *(L for L in SEGMENTS if extents.longest > L), None)))
 
 
-def split_pays(facts: CallFacts, extents: Extents, sm_count: int) -> bool:
-    L = _best_split(facts, extents, sm_count)
+def split_pays(facts: CallFacts, extents: Extents, sm_count: int, *, model: CostModel = best_split) -> bool:
+    L = _best_split(model, facts, extents, sm_count)
     if not facts.auto_cp or L is None:
         return False
     places = extents.chunks // L + extents.sequences
     return 4 * places * facts.HV * (facts.V + facts.K) * facts.K <= TRANSFER_BYTES
 
 
-def _best_split(facts: CallFacts, extents: Extents, sm_count: int) -> int | None:
+def _best_split(model: CostModel, facts: CallFacts, extents: Extents, sm_count: int) -> int | None:
     rows = facts.HV * -(-facts.V // register_state_forward.ROWS)
-    return best_split(rows, extents.longest, extents.chunks, extents.sequences, sm_count)
+    return model(rows, extents.longest, extents.chunks, extents.sequences, sm_count)
 
 
 def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[CallFacts, Arch], Rejection | None]:
@@ -303,6 +349,11 @@ def initial_state(facts: CallFacts) -> dict[str, Any]:
     return dict(initial_state_dtype=dtype, state_v_first=facts.state_v_first)
 
 
+def boundaries(facts: CallFacts) -> dict[str, Any]:
+    """What both kernels that go from segment to segment are specialised on, but for what they begin with."""
+    return dict(HV=facts.HV, K=facts.K, V=facts.V, C=facts.chunk_size, **packing(facts))
+
+
 def states(facts: CallFacts) -> dict[str, Any]:
     return initial_state(facts) | dict(has_final_state=facts.output_final_state)
 
@@ -332,5 +383,12 @@ BACKWARD_STRATEGIES = {
     for strategy in (
         Strategy("chunked", templates_cover(chunked_backward_steps), chunked_backward_steps),
         Strategy("registers", templates_cover(register_backward_steps), register_backward_steps),
+        Strategy(
+            "registers_split",
+            templates_cover(split_register_backward_steps),
+            split_register_backward_steps,
+            functools.partial(segment_lengths, model=best_backward_split),
+            functools.partial(split_pays, model=best_backward_split),
+        ),
     )
 }

@@ -15,40 +15,85 @@ LAUNCHES = 20.0                          # three kernels more
 # What heads do is only known on the GPU: a quarter that never forget, as in FlashQLA's benchmark, others within 4 chunks.
 EXACT_SHARE, WARM_CHUNKS = 0.25, 4
 
+# The scans of the backward likewise (docs/performance.md): register_state_scan, and either pass of register_gradient_scan.
+STATE_STEPS = ((0.55, 1.9), (0.85, 2.4), (1.0, 3.0))
+GRADIENT_STEPS = ((0.55, 2.66), (0.85, 3.0), (1.0, 3.5))
+GRADIENT_BOUNDARY = 2 * 1.2              # segment_states and segment_state_gradients, whose M is loaded whether wanted or not
+GRADIENT_LAUNCHES = 15.0                 # five kernels more
+
 SEGMENTS = tuple(2**power for power in range(2, 12))
 
 
 def whole_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
     """Expected time of the forward without a split. rows: items of 128 state rows for each sequence."""
-    return forward_us(rows, chunks, max(longest, -(-chunks * rows // sm_count)), sm_count)
+    return chain_us(STEPS, rows * chunks, steps_of_wholes(rows, longest, chunks, sm_count), sm_count)
 
 
 def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> float:
     """Expected time with L chunks a segment."""
+    segments, places = segments_and_places(longest, chunks, sequences, L)
+    forward = chain_us(STEPS, rows * chunks, L * -(-places * rows // sm_count), sm_count)
+    scan = segment_scan_us(rows * (segments - sequences), L, sm_count)
+    return forward + scan + BOUNDARY * (longest / L) + LAUNCHES
+
+
+def whole_backward_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
+    """Expected time of both scans of the backward without a split."""
+    steps = steps_of_wholes(rows, longest, chunks, sm_count)
+    return sum(chain_us(table, rows * chunks, steps, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
+
+
+def split_backward_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> float:
+    """Expected time of the scans of the backward with L chunks a segment, and of what goes between them."""
+    segments, places = segments_and_places(longest, chunks, sequences, L)
+    steps = L * -(-places * rows // sm_count)
+    scans = sum(chain_us(table, rows * chunks, steps, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
+    # Both are of all segments but one of every sequence. That of the gradients goes through every chunk, whatever the gates.
+    others = rows * (segments - sequences)
+    transfers = segment_scan_us(others, L, sm_count) + chain_us(GRADIENT_STEPS, others * L, L * -(-others // sm_count), sm_count)
+    return scans + transfers + GRADIENT_BOUNDARY * (longest / L) + GRADIENT_LAUNCHES
+
+
+def steps_of_wholes(rows: int, longest: int, chunks: int, sm_count: int) -> int:
+    """Chunks of the block that works longest, without a split."""
+    return max(longest, -(-chunks * rows // sm_count))
+
+
+def segments_and_places(longest: int, chunks: int, sequences: int, L: int) -> tuple[int, int]:
     if sequences * longest == chunks:
         segments = sequences * -(-longest // L)
     else:
         segments = chunks // L + sequences           # at most; how much each sequence leaves over is not known
     # Each sequence has a place without a segment; with many of them the stride of the persistent blocks meets them unevenly.
-    places = segments if sequences <= 2 else chunks // L + sequences
-    forward = forward_us(rows, chunks, L * -(-places * rows // sm_count), sm_count)
-    scanned = (segments - sequences) * rows
+    return segments, segments if sequences <= 2 else chunks // L + sequences
+
+
+def chain_us(table: tuple[tuple[float, float], ...], chunks: int, steps: int, sm_count: int) -> float:
+    """Time of a scan. chunks: of all items; steps: of the block that works longest."""
+    share = min(chunks / (steps * sm_count), 1.0) if steps else 0.0
+    return steps * next(step for limit, step in table if share <= limit)
+
+
+def segment_scan_us(items: int, L: int, sm_count: int) -> float:
+    """items: of 128 state rows, as many of M where it is needed."""
     exact = 2 * EXACT_SHARE * (SCAN_STEP * L + SCAN_ITEM)
     warm = (1 - EXACT_SHARE) * (SCAN_STEP * min(WARM_CHUNKS, L) + SCAN_ITEM)
-    scan = max(SCAN_STEP * L + SCAN_ITEM, scanned * (exact + warm) / sm_count) if scanned else 0.0
-    return forward + scan + BOUNDARY * (longest / L) + LAUNCHES
-
-
-def forward_us(rows: int, chunks: int, steps: int, sm_count: int) -> float:
-    """steps: of the block that works longest."""
-    share = min(rows * chunks / (steps * sm_count), 1.0)
-    return steps * next(step for limit, step in STEPS if share <= limit)
+    return max(SCAN_STEP * L + SCAN_ITEM, items * (exact + warm) / sm_count) if items else 0.0
 
 
 def best_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
-    """Chunks per segment; None where whole sequences are expected to be about as fast."""
+    """Chunks per segment of the forward; None where whole sequences are expected to be about as fast."""
     whole = whole_us(rows, longest, chunks, sm_count)
-    costs = {L: split_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}
+    return shortest({L: split_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}, whole)
+
+
+def best_backward_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
+    """As best_split(), of the backward."""
+    whole = whole_backward_us(rows, longest, chunks, sm_count)
+    return shortest({L: split_backward_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}, whole)
+
+
+def shortest(costs: dict[int, float], whole: float) -> int | None:
     if not costs:
         return None
     L = min(costs, key=lambda length: costs[length])

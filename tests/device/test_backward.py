@@ -70,8 +70,18 @@ CASES = [
     replace(BASE, K=256, V=512, H=2, HV=2, dtype=torch.float16, packed=False, lengths=(190, 190), l2norm=True),
 ]
 
+# Of 18 chunks and fewer: segments of 1, 4 and 16 chunks end with ragged ones, short ones and ones that no sequence has.
+SEGMENTED = replace(BASE, lengths=(1100, 64, 1, 0, 447), tail=100)
+SPLIT_CASES = [
+    SEGMENTED,
+    replace(SEGMENTED, gates="qwen"),    # heads that forget within a chunk beside one that never does
+    replace(SEGMENTED, gates="reset"),
+    replace(IN_KERNEL, lengths=(1100, 1100), packed=False),
+    replace(SEGMENTED, V=256, initial_state=False, state_v_first=True),
+]
+
 # The forward that goes with a strategy of the backward. Without one in force, the first call would build those of all sizes.
-FORWARD = {"chunked": "chunked", "registers": "fused"}
+FORWARD = {"chunked": "chunked", "registers": "fused", "registers_split": "fused"}
 
 
 def strategies_of(case: Case) -> list[str]:
@@ -88,10 +98,11 @@ def usual_strategy() -> str:
 
 
 @contextlib.contextmanager
-def computed_by(strategy: str) -> Iterator[None]:
-    if strategy == "registers" and not on_hopper():
-        pytest.skip("registers is written for Hopper")
-    with select.override(FORWARD[strategy], backward_strategy=strategy):
+def computed_by(strategy: str, split: int = 2) -> Iterator[None]:
+    """split: chunks per segment, where the strategy has segments."""
+    if strategy != "chunked" and not on_hopper():
+        pytest.skip(f"{strategy} is written for Hopper")
+    with select.override(FORWARD[strategy], backward_strategy=strategy, backward_split=split):
         yield
 
 
@@ -141,6 +152,7 @@ def compiled_together() -> None:
     equal = arguments(replace(IN_KERNEL, lengths=(300, 300), packed=False), device="cuda")
     both = [base, base | {"output_final_state": False}, in_kernel, equal]
     wanted = [(arguments(case, device="cuda"), name, False) for case in CASES for name in strategies_of(case)]
+    wanted += [(arguments(case, device="cuda"), "registers_split", False) for case in SPLIT_CASES]
     wanted += [(base | {"cu_seqlens": base["cu_seqlens"].long()}, name, False) for name in FORWARD]
     wanted += [(call, name, True) for call in both for name in FORWARD]
     wanted += [(call_with(flags, allow_neg_eigval=neg), usual_strategy(), True) for flags, neg in FLAG_CALLS]
@@ -253,6 +265,16 @@ def test_gradients_match_float64_autograd(name: str, case: Case) -> None:
     with computed_by(name):
         actual, do = gradients_alone(call)
     assert {name: x.dtype for name, x in actual.items()} == {name: call[name].dtype for name in actual}
+    check(actual, expected_gradients(call), do, bounds_of(case))
+
+
+@pytest.mark.parametrize("split", [1, 4, 16], ids=lambda L: f"L{L}")
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
+def test_gradients_of_segments_match_float64_autograd(case: Case, split: int) -> None:
+    call = arguments(case, device="cuda")
+    fill_free_memory_with_nan()
+    with computed_by("registers_split", split):
+        actual, do = gradients_alone(call)
     check(actual, expected_gradients(call), do, bounds_of(case))
 
 
@@ -408,8 +430,10 @@ def test_a_second_derivative_is_refused() -> None:
 def test_no_later_step_compiles() -> None:
     gradients(arguments(BASE, device="cuda"))
     before = kernel_cache.stats().compiles
-    for lengths in ((4096,), (64,) * 64, (16384,), (1, 5000)):
+    for lengths in ((4096,), (64,) * 64, (32768,), (1, 5000)):
         gradients(arguments(replace(BASE, lengths=lengths), device="cuda"))
+    if on_hopper():
+        assert {kernels.dispatch.strategy for kernels in backward.resolved().values()} >= {"registers", "registers_split"}
     assert kernel_cache.stats().compiles == before
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,17 +19,24 @@ from qla_jit.errors import InvalidConfigError, KernelNotCachedError, Unsupported
 from qla_jit.kernel_templates import warpgroup_gradients
 from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
 from qla_jit.models import models
-from qla_jit.ops import autograd, backward, fallback, pipeline, plan
+from qla_jit.ops import autograd, backward, fallback, operands, pipeline, plan
 from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
 from qla_jit.ops.operands import floored_strengths
 from qla_jit.ops.results import Gradients
+from qla_jit.ops.splits import best_backward_split, split_backward_us, whole_backward_us
 from qla_jit.reference import RESET_GATE, beta_from_logits, gate, l2norm
 
 SCANS = {
     "chunked": ("gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan"),
     "registers": ("gate_cumsum", "chunk_inverse", "register_state_scan", "register_gradient_scan"),
-}
-GRADIENTS = {"chunked": "chunk_gradients", "registers": "warpgroup_gradients"}               # where V = 128
+    "registers_split": (
+        "gate_cumsum", "chunk_inverse", "segment_plan", "segment_scan", "segment_states", "register_state_scan",
+        "segment_gradient_scan", "segment_state_gradients", "register_gradient_scan",
+    ),
+}  # fmt: skip
+GRADIENTS = {                            # where V = 128
+    "chunked": "chunk_gradients", "registers": "warpgroup_gradients", "registers_split": "warpgroup_gradients"
+}  # fmt: skip
 STEPS = {strategy: ("l2norm", *scans, GRADIENTS[strategy], "l2norm_backward") for strategy, scans in SCANS.items()}
 H200 = GpuInfo("NVIDIA H200", SM90A, 132, 60 * 2**20)
 
@@ -54,16 +62,33 @@ CASES = [
 ]
 
 
-def places(inputs: CallInputs) -> list[list[tuple[int, int, slice]]]:
-    """For each sequence its chunks: (slot, row, tokens)."""
+def first_slots(inputs: CallInputs) -> list[int]:
+    """For each sequence the slot of its first chunk."""
     C = inputs.facts.chunk_size
     if not inputs.facts.varlen:
-        chunks = -(-inputs.T // C)
-        return [[(n * chunks + j, n, slice(j * C, min(j * C + C, inputs.T))) for j in range(chunks)] for n in range(inputs.B)]
+        return [n * -(-inputs.T // C) for n in range(inputs.B)]
+    return [start // C + n for n, start in enumerate(inputs.cu_seqlens[:-1].tolist())]
+
+
+def chunks_of(inputs: CallInputs) -> list[list[tuple[int, int, slice]]]:
+    """For each sequence its chunks: (slot, row, tokens)."""
+    C = inputs.facts.chunk_size
+    if inputs.facts.varlen:
+        bounds = [(0, start, end) for start, end in pairwise(inputs.cu_seqlens.tolist())]
+    else:
+        bounds = [(row, 0, inputs.T) for row in range(inputs.B)]
     return [
-        [(start // C + n + j, 0, slice(start + j * C, min(start + j * C + C, end))) for j in range(-(-(end - start) // C))]
-        for n, (start, end) in enumerate(pairwise(inputs.cu_seqlens.tolist()))
+        [(first_slot + j, row, slice(at, min(at + C, end))) for j, at in enumerate(range(start, end, C))]
+        for first_slot, (row, start, end) in zip(first_slots(inputs), bounds, strict=True)
     ]
+
+
+class Segment(NamedTuple):
+    sequence: int
+    place: int
+    is_first: bool
+    is_last: bool
+    chunks: list[tuple[int, int, slice]]
 
 
 class Kernels:
@@ -71,15 +96,23 @@ class Kernels:
 
     def __init__(self, inputs: CallInputs, strategy: str) -> None:
         facts = self.facts = inputs.facts
-        self.registers = strategy == "registers"
-        self.places = places(inputs)
+        self.registers = strategy != "chunked"
+        self.sequences, self.first_slots = chunks_of(inputs), first_slots(inputs)
         self.heads = [(h, h // (facts.HV // facts.H)) for h in range(facts.HV)]
 
     def chunks(self) -> Iterator[tuple[int, int, slice, int, int]]:
-        for chunks in self.places:
+        for chunks in self.sequences:
             for slot, row, tokens in chunks:
                 for h, key_head in self.heads:
                     yield slot, row, tokens, h, key_head
+
+    def segments(self, L: int) -> Iterator[Segment]:
+        """All of them, and sequences as such for L = 0."""
+        for n, (first_slot, chunks) in enumerate(zip(self.first_slots, self.sequences, strict=True)):
+            last = max(-(-len(chunks) // L), 1) - 1 if L else 0
+            for s in range(last + 1):
+                place = first_slot // L + n + s if L else n
+                yield Segment(n, place, s == 0, s == last, chunks[s * L : (s + 1) * L] if L else chunks)
 
     def l2norm(self, q, k, eps, q_unit, k_unit):
         q_unit.copy_(l2norm(q, eps))
@@ -113,23 +146,85 @@ class Kernels:
             L = (strength[:, None] * (K @ K.T)).tril(-1)
             Ab[slot, h, :n, :n] = torch.linalg.inv(torch.eye(n).double() + L) * strength
 
+    def segment_plan(self, g, A_log, dt_bias, cu_seqlens, warm_chunks, chunks_per_segment):
+        warm_chunks.fill_(-1)            # "nothing is forgotten" is always right, and exact
+
+    def segment_scan(self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, warm_chunks, transfers, chunks_per_segment, items):
+        assert items == len(transfers) * self.facts.HV * 2
+        g_sum, A = self.gated(Ab, g, A_log, dt_bias)
+        K, V = k.shape[-1], v.shape[-1]
+        no_values = torch.zeros(*v.shape[:3], K).double()
+        for segment in self.segments(chunks_per_segment):
+            for h, key_head in self.heads:
+                if not segment.is_last:
+                    added, kept = torch.zeros(K, V).double(), torch.eye(K).double()
+                    added = self.state_behind(added, segment.chunks, h, key_head, k, v, A, g_sum)
+                    kept = self.state_behind(kept, segment.chunks, h, key_head, k, no_values, A, g_sum)
+                    transfers[segment.place, h] = torch.cat([added.T, kept.T])
+
+    def segment_states(self, transfers, warm_chunks, cu_seqlens, initial_state, states, chunks_per_segment, tokens, sequences):
+        assert (warm_chunks == -1).all()
+        V = states.shape[2]
+        for segment in self.segments(chunks_per_segment):
+            for h, _ in self.heads:
+                if segment.is_first:
+                    states[segment.place, h] = 0 if initial_state is None else self.k_first(initial_state[segment.sequence, h]).T
+                if not segment.is_last:
+                    added, kept = transfers[segment.place, h].split((V, len(transfers[0, 0]) - V))
+                    states[segment.place + 1, h] = states[segment.place, h] @ kept + added
+
     def register_state_scan(
         self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, initial_state, states, v_new, chunks_per_segment, blocks
     ):
-        assert (chunks_per_segment, blocks) == (0, len(self.places) * self.facts.HV)
+        assert blocks == self.blocks(chunks_per_segment, initial_state)
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
-        self.state_scan(k, v, A, g_sum, cu_seqlens, initial_state, states.mT, v_new, None)
+        self.state_scan(k, v, A, g_sum, cu_seqlens, initial_state, states.mT, v_new, None, L=chunks_per_segment)
+
+    def segment_gradient_scan(
+        self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, final_state_gradient, state_gradients, dv, own_gradients,
+        scale, log2_scale, chunks_per_segment, blocks,
+    ):  # fmt: skip
+        assert blocks == self.blocks(chunks_per_segment, own_gradients)
+        assert state_gradients is dv is None
+        g_sum, A = self.gated(Ab, g, A_log, dt_bias)
+        for segment in self.segments(chunks_per_segment):
+            for h, key_head in self.heads:
+                if not segment.is_first:
+                    dS = torch.zeros(own_gradients.shape[2:]).double().T
+                    if segment.is_last and final_state_gradient is not None:
+                        dS = self.k_first(final_state_gradient[segment.sequence, h])
+                    dS = self.gradient_in_front(dS, segment.chunks, h, key_head, q, k, do, A, g_sum, scale)
+                    own_gradients[segment.place, h] = dS.T
+
+    def segment_state_gradients(
+        self, transfers, warm_chunks, cu_seqlens, final_state_gradient, own_gradients, gradients, chunks_per_segment, tokens,
+        sequences,
+    ):  # fmt: skip
+        V = gradients.shape[2]
+        for segment in reversed(list(self.segments(chunks_per_segment))):
+            for h, _ in self.heads:
+                if segment.is_last:
+                    dht = final_state_gradient
+                    gradients[segment.place, h] = 0 if dht is None else self.k_first(dht[segment.sequence, h]).T
+                if not segment.is_first:
+                    own = own_gradients[segment.place, h]
+                    kept = 0 if segment.is_last else gradients[segment.place, h] @ transfers[segment.place, h, V:].T
+                    gradients[segment.place - 1, h] = own + kept
 
     def register_gradient_scan(
         self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, final_state_gradient, state_gradients, dv, initial_state_gradient,
         scale, log2_scale, chunks_per_segment, blocks,
     ):  # fmt: skip
-        assert (chunks_per_segment, blocks) == (0, len(self.places) * self.facts.HV)
+        assert blocks == self.blocks(chunks_per_segment, final_state_gradient)
         assert 2**log2_scale == pytest.approx(scale)
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
         self.state_gradient_scan(
-            q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients.mT, dv, initial_state_gradient, scale
-        )
+            q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients.mT, dv, initial_state_gradient, scale,
+            L=chunks_per_segment,
+        )  # fmt: skip
+
+    def blocks(self, L, by_place):
+        return min((len(by_place) if L else len(self.sequences)) * self.facts.HV, H200.sm_count)
 
     def gated(self, Ab, g, A_log, dt_bias):
         """Sums of gates, and A = Gamma o Ab."""
@@ -140,38 +235,49 @@ class Kernels:
             A[slot, h, :n, :n] = self.Gamma(g_sum, slot, tokens, h) * Ab[slot, h, :n, :n]
         return g_sum, A
 
-    def state_scan(self, k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state):
+    def state_scan(self, k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state, L=0):
         assert final_state is None
         v_new.zero_()
-        for sequence, chunks in enumerate(self.places):
+        for segment in self.segments(L):
             for h, key_head in self.heads:
-                S = torch.zeros(states.shape[2:]).double() if initial_state is None else self.k_first(initial_state[sequence, h])
-                for slot, row, tokens in chunks:
-                    K, V, n = k[row, tokens, key_head], v[row, tokens, h], length(tokens)
-                    gamma, to_end = decays(g_sum, slot, tokens, h)
-                    states[slot, h] = S
-                    v_new[slot, h, :n] = A[slot, h, :n, :n] @ (V - gamma * (K @ S))
-                    S = gamma[-1] * S + K.T @ (to_end * v_new[slot, h, :n])
+                S = torch.zeros(states.shape[2:]).double()
+                if initial_state is not None:
+                    S = self.k_first(initial_state[segment.place, h], v_first=L > 0)
+                self.state_behind(S, segment.chunks, h, key_head, k, v, A, g_sum, states, v_new)
+
+    def state_behind(self, S, chunks, h, key_head, k, v, A, g_sum, states=None, v_new=None):
+        for slot, row, tokens in chunks:
+            K, V, n = k[row, tokens, key_head], v[row, tokens, h], length(tokens)
+            gamma, to_end = decays(g_sum, slot, tokens, h)
+            new = A[slot, h, :n, :n] @ (V - gamma * (K @ S))
+            if states is not None:
+                states[slot, h], v_new[slot, h, :n] = S, new
+            S = gamma[-1] * S + K.T @ (to_end * new)
+        return S
 
     def state_gradient_scan(
-        self, q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients, dv, initial_state_gradient, scale
+        self, q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients, dv, initial_state_gradient, scale, L=0
     ):
         dv.zero_()
-        for sequence, chunks in enumerate(self.places):
+        for segment in self.segments(L):
             for h, key_head in self.heads:
                 dS = torch.zeros(state_gradients.shape[2:]).double()
                 if final_state_gradient is not None:
-                    dS = self.k_first(final_state_gradient[sequence, h])
-                for slot, row, tokens in reversed(chunks):
-                    Q, K, dO, n = q[row, tokens, key_head], k[row, tokens, key_head], do[row, tokens, h], length(tokens)
-                    gamma, to_end = decays(g_sum, slot, tokens, h)
-                    P = scale * self.Gamma(g_sum, slot, tokens, h) * (Q @ K.T)
-                    state_gradients[slot, h] = dS
-                    dW = A[slot, h, :n, :n].T @ (to_end * (K @ dS) + P.T @ dO)
-                    dv[row, tokens, h] = dW
-                    dS = gamma[-1] * dS - K.T @ (gamma * dW) + scale * Q.T @ (gamma * dO)
-                if initial_state_gradient is not None:
-                    initial_state_gradient[sequence, h] = dS.T if self.facts.state_v_first else dS
+                    dS = self.k_first(final_state_gradient[segment.place, h], v_first=L > 0)
+                dS = self.gradient_in_front(dS, segment.chunks, h, key_head, q, k, do, A, g_sum, scale, state_gradients, dv)
+                if initial_state_gradient is not None and segment.is_first:
+                    initial_state_gradient[segment.sequence, h] = dS.T if self.facts.state_v_first else dS
+
+    def gradient_in_front(self, dS, chunks, h, key_head, q, k, do, A, g_sum, scale, state_gradients=None, dv=None):
+        for slot, row, tokens in reversed(chunks):
+            Q, K, dO, n = q[row, tokens, key_head], k[row, tokens, key_head], do[row, tokens, h], length(tokens)
+            gamma, to_end = decays(g_sum, slot, tokens, h)
+            P = scale * self.Gamma(g_sum, slot, tokens, h) * (Q @ K.T)
+            dW = A[slot, h, :n, :n].T @ (to_end * (K @ dS) + P.T @ dO)
+            if dv is not None:
+                state_gradients[slot, h], dv[row, tokens, h] = dS, dW
+            dS = gamma[-1] * dS - K.T @ (gamma * dW) + scale * Q.T @ (gamma * dO)
+        return dS
 
     def chunk_gradients(
         self, q, k, v_new, dv, do, states, state_gradients, g_sum, beta_chunks, cu_seqlens, dq, dk, dg, dbeta, scale
@@ -212,8 +318,8 @@ class Kernels:
         g = g_sum[slot, h, : length(tokens)].double()
         return (g[:, None] - g).tril().exp().tril()
 
-    def k_first(self, state):
-        return (state.T if self.facts.state_v_first else state).double()
+    def k_first(self, state, *, v_first=False):
+        return (state.T if v_first or self.facts.state_v_first else state).double()
 
 
 def length(tokens: slice) -> int:
@@ -226,26 +332,37 @@ def decays(g_sum, slot, tokens, h):
     return g.exp(), (g[-1] - g).exp()
 
 
+def filled(x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(float("nan") if x.is_floating_point() else -99)
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
     """backward.backward with its kernels stood in for, and NaN in whatever it allocates."""
     empty, empty_like = torch.empty, torch.empty_like
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(float("nan")))
-    monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: filled(empty(*shape, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: filled(empty_like(x, **options)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(backward, "gpu_info", lambda device: H200)
     monkeypatch.setitem(plan.BETA_FLOORS, torch.float64, BETA_FLOOR)
     # The templates' tiles are wider than the head dims here: one block for each (sequence, value head).
-    monkeypatch.setattr(backward, "ROWS", BASE.V)
+    for module in (backward, operands):
+        monkeypatch.setattr(module, "ROWS", BASE.V)
 
     def run(
-        inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, *, strategy: str = "chunked", chunk_size: int = 64
+        inputs: CallInputs,
+        do: torch.Tensor,
+        dht: torch.Tensor | None,
+        *,
+        strategy: str = "chunked",
+        chunk_size: int = 64,
+        split: int | None = None,
     ) -> Gradients:
         facts = inputs.facts._replace(chunk_size=chunk_size)
         stand_ins = Kernels(replace(inputs, facts=facts), strategy)
         launch = {step: getattr(stand_ins, step) for step in STEPS[strategy]}
-        kernels = backward.Kernels(select.BackwardDispatch(strategy, {}, facts), launch)
-        monkeypatch.setattr(backward, "kernels_for", lambda facts: kernels)
+        kernels = backward.Kernels(select.BackwardDispatch(strategy, {}, facts, split), launch)
+        monkeypatch.setattr(backward, "kernels_for", lambda inputs: kernels)
         return backward.backward(inputs, do, dht)
 
     return run
@@ -262,18 +379,25 @@ def cotangents(inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 # The chunks of the backward are its own: the call asks for 64.
 @pytest.mark.parametrize(
-    ("strategy", "chunk_size"),
-    [("chunked", 32), ("chunked", 64), ("registers", 64)],
-    ids=["chunked-C32", "chunked-C64", "registers-C64"],
+    ("strategy", "chunk_size", "split"),
+    [
+        ("chunked", 32, None),
+        ("chunked", 64, None),
+        ("registers", 64, None),
+        ("registers_split", 64, None),   # one segment for every sequence
+        ("registers_split", 16, 1),
+        ("registers_split", 16, 2),
+    ],
+    ids=["chunked-C32", "chunked-C64", "registers-C64", "split-C64-whole", "split-C16-L1", "split-C16-L2"],
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernels_in_their_order_give_the_gradients_of_autograd(
-    case: Case, strategy: str, chunk_size: int, run: Callable[..., Gradients]
+    case: Case, strategy: str, chunk_size: int, split: int | None, run: Callable[..., Gradients]
 ) -> None:
     inputs = check_inputs(**arguments(case))
     do, dht = cotangents(inputs)
     expected = fallback.backward(inputs, do, dht)
-    actual = run(inputs, do, dht, strategy=strategy, chunk_size=chunk_size)
+    actual = run(inputs, do, dht, strategy=strategy, chunk_size=chunk_size, split=split)
     check(actual, expected, inputs, BOUND_RESET if case.gates in ("reset", "minus_inf") else BOUND)
 
 
@@ -348,6 +472,13 @@ def call(**changes: object) -> CallInputs:
     return check_inputs(**arguments(case))
 
 
+def long_call(HV: int, chunks: int, sequences: int = 1, **flags: object) -> CallInputs:
+    """Nothing touches its memory."""
+    q, v = (torch.empty(sequences, 64 * chunks, heads, 128, dtype=torch.bfloat16) for heads in (HV // 2, HV))
+    g = torch.empty(sequences, 64 * chunks, HV)
+    return check_inputs(q, q, v, g, g, **flags)
+
+
 def requests_of(facts: CallFacts) -> dict[str, CompileRequest]:
     return dict(select.choose_backward(facts, SM90A).requests)
 
@@ -360,9 +491,7 @@ def test_every_argument_of_every_kernel_is_passed_in_order(
 
     def loaded(request):
         names = request.template.arguments(request.problem)
-        return SimpleNamespace(
-            launch=lambda *values: launched.append((request.template.name, dict(zip(names, values, strict=True))))
-        )
+        return SimpleNamespace(launch=lambda *values: launched.append((request, dict(zip(names, values, strict=True)))))
 
     monkeypatch.setattr(kernel_cache, "get", lambda requests: [loaded(request) for request in requests])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
@@ -370,8 +499,10 @@ def test_every_argument_of_every_kernel_is_passed_in_order(
     do, dht = cotangents(inputs)
     with select.override(backward_strategy=strategy):
         backward.backward(inputs, do, dht)
-        assert [name for name, _ in launched] == list(requests_of(inputs.facts)) == list(STEPS[strategy])
-    arguments_of = dict(launched)
+        requests = requests_of(inputs.facts)
+    assert [request for request, _ in launched] == list(requests.values())
+    assert tuple(requests) == STEPS[strategy]
+    arguments_of = {step: values for step, (_, values) in zip(requests, launched, strict=True)}
     scan = arguments_of[SCANS[strategy][-1]]
     assert {values["A_log"].dtype for values in arguments_of.values() if "A_log" in values} == {torch.float32}
     assert scan["do"].dtype == torch.bfloat16
@@ -446,15 +577,65 @@ def test_chunks_are_smaller_where_shared_memory_is() -> None:
     assert select.choose_backward(facts, ARCHES["sm_120a"]).facts.chunk_size == 32
 
 
+@pytest.mark.parametrize(
+    ("HV", "chunks", "sequences"), [(32, 512, 1), (8, 512, 1), (8, 128, 1), (16, 512, 2)], ids=lambda value: str(value)
+)
+@pytest.mark.parametrize("chunk_size", [64, 16], ids=lambda C: f"C{C}")
+def test_few_long_sequences_are_split(HV: int, chunks: int, sequences: int, chunk_size: int, asked: list) -> None:
+    dispatch = backward.kernels_for(long_call(HV, chunks, sequences, chunk_size=chunk_size)).dispatch
+    assert dispatch.strategy == "registers_split"
+    assert 4 <= dispatch.split <= chunks // 4
+    assert dispatch.split.bit_count() == 1
+    assert 0.5 < chunks * HV * sequences / dispatch.split / H200.sm_count < 8                    # segments, by SM
+
+
+@pytest.mark.parametrize(
+    ("HV", "chunks", "sequences", "flags"),
+    [(64, 64, 8, {}), (32, 64, 8, {}), (32, 8, 1, {}), (8, 1, 1, {}), (32, 512, 1, {"auto_cp": False})],
+    ids=lambda value: str(value) or "auto_cp",
+)
+def test_sequences_stay_whole_where_there_are_many_or_short_ones(
+    HV: int, chunks: int, sequences: int, flags: dict, asked: list
+) -> None:
+    dispatch = backward.kernels_for(long_call(HV, chunks, sequences, **flags)).dispatch
+    assert (dispatch.strategy, dispatch.split) == ("registers", None)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+@pytest.mark.parametrize("chunks", [4, 128, 512])
+def test_the_best_split_is_expected_to_pay(rows: int, chunks: int) -> None:
+    L = best_backward_split(rows, chunks, chunks, 1, 132)
+    if L is not None:
+        assert split_backward_us(rows, chunks, chunks, 1, L, 132) < whole_backward_us(rows, chunks, chunks, 132)
+
+
+def test_measured_scans_are_expected_as_they_are() -> None:
+    # docs/performance.md: 16,32:32768 and 16,32:4096x8
+    assert whole_backward_us(32, 512, 512, 132) == pytest.approx(972 + 1361, rel=0.05)
+    assert whole_backward_us(32, 64, 512, 132) == pytest.approx(382 + 458, rel=0.05)
+
+
+@pytest.mark.parametrize("split", [1, 16, None], ids=lambda L: f"L{L}")
+def test_a_split_may_be_forced_without_a_say_in_the_forward(split: int | None, asked: list) -> None:
+    inputs = long_call(8, 512)
+    forward, usual = pipeline.kernels_for(inputs).split, backward.kernels_for(inputs).dispatch.split
+    with select.override(backward_strategy="registers_split", backward_split=split):
+        dispatch = backward.kernels_for(inputs).dispatch
+        assert (dispatch.strategy, dispatch.split) == ("registers_split", split)
+        assert pipeline.kernels_for(inputs).split == forward
+    with select.override(split=2):
+        assert backward.kernels_for(inputs).dispatch.split == usual
+
+
 def test_a_strategy_may_be_forced_without_a_say_in_the_forward(asked: list) -> None:
     inputs = call()
     forward = pipeline.kernels_for(inputs).strategy
     for strategy in backward.SCANS:
         with select.override(backward_strategy=strategy):
-            assert backward.kernels_for(inputs.facts).dispatch.strategy == strategy
+            assert backward.kernels_for(inputs).dispatch.strategy == strategy
             assert pipeline.kernels_for(inputs).strategy == forward
     with select.override("chunked"):
-        assert backward.kernels_for(inputs.facts).dispatch.strategy == "registers"
+        assert backward.kernels_for(inputs).dispatch.strategy == "registers"
     with select.override(backward_strategy="registers"), pytest.raises(InvalidConfigError, match="chunked would"):
         select.choose_backward(call(K=96).facts, SM90A)
 
@@ -492,6 +673,22 @@ def test_kernels_are_for_what_the_call_has(strategy: str, scan: str, gradient_sc
     assert both[gradient_scan].problem.state_v_first
 
 
+def test_segments_have_the_states_at_both_ends_where_they_are_read() -> None:
+    with select.override(backward_strategy="registers_split"):
+        requests = requests_of(call(state_v_first=True, state_dtype=torch.float16).facts)
+    problems = {step: request.problem for step, request in requests.items()}
+    assert problems["segment_states"].initial_state_dtype == "float16"
+    assert problems["register_state_scan"].initial_state_dtype is None
+    assert problems["segment_gradient_scan"].has_final_state_gradient
+    assert problems["segment_state_gradients"].has_final_state_gradient
+    assert not problems["register_gradient_scan"].has_final_state_gradient
+    assert problems["register_gradient_scan"].has_initial_state
+    assert not problems["segment_gradient_scan"].has_initial_state
+    scans = ("register_state_scan", "segment_gradient_scan", "register_gradient_scan")
+    assert all(problems[step].split for step in scans)
+    assert [problems[step].transfers_only for step in scans[1:]] == [True, False]
+
+
 def test_a_sigmoid_of_beta_needs_no_kernels_of_its_own() -> None:
     plain, sigmoid = call(dtype=torch.bfloat16), call(in_kernel=True)
     assert requests_of(sigmoid.facts)["chunk_inverse"] == requests_of(plain.facts)["chunk_inverse"]
@@ -507,34 +704,51 @@ def test_every_model_can_be_trained_on_hopper(name: str, chunk_size: int, dtype:
 
 
 def test_both_directions_are_compiled_in_one_go_at_the_first_forward(asked: list) -> None:
-    inputs = call()
+    inputs = long_call(8, 1)
     assert autograd.covers(inputs)
     (together,) = asked
     assert set(requests_of(inputs.facts).values()) < set(together)
-    pipeline.kernels_for(inputs)
-    assert set(asked[1]) < set(together)
-    assert autograd.covers(call(lengths=(3000,)))
+    assert len(set(together)) == len(together)
+    for chunks in (1, 40, 512):
+        later = long_call(8, chunks)
+        assert autograd.covers(later)
+        pipeline.kernels_for(later)
+        assert backward.kernels_for(later).dispatch.strategy == ("registers" if chunks == 1 else "registers_split")
     assert autograd.covers(call(lengths=(0,)))
-    assert len(asked) == 2
+    assert all(set(batch) <= set(together) for batch in asked)
+
+
+def test_where_nothing_is_compiled_a_call_asks_for_its_own_kernels_alone(asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QLA_JIT_MODE", "require")
+    inputs = long_call(8, 1)
+    backward.kernels_for(inputs)
+    assert [set(batch) for batch in asked] == [set(requests_of(inputs.facts).values())]
+
+
+def test_about_the_same_size_is_a_dictionary_hit(asked: list) -> None:
+    first = backward.kernels_for(long_call(8, 512))
+    assert backward.kernels_for(long_call(8, 511)) is first
+    assert len(asked) == 1
 
 
 def test_a_config_in_force_has_kernels_of_its_own(asked: list) -> None:
-    facts = call().facts
-    default = backward.kernels_for(facts).launch["warpgroup_gradients"].config
+    inputs, facts = call(), call().facts
+    default = backward.kernels_for(inputs).launch["warpgroup_gradients"].config
     configs = warpgroup_gradients.TEMPLATE.configs(requests_of(facts)["warpgroup_gradients"].problem, SM90A)
     other = next(config for config in configs if config != default)
     with select.override(warpgroup_gradients=other):
-        assert backward.kernels_for(facts).launch["warpgroup_gradients"].config == other
-    assert backward.kernels_for(facts).launch["warpgroup_gradients"].config == default
+        assert backward.kernels_for(inputs).launch["warpgroup_gradients"].config == other
+    assert backward.kernels_for(inputs).launch["warpgroup_gradients"].config == default
 
 
 @pytest.mark.parametrize("changes", [{"K": 80}, {"V": 384}], ids=str)
 def test_a_call_that_kernels_do_not_cover_is_not_covered_in_either_direction(changes: dict, asked: list) -> None:
     inputs = call(**changes)
     assert not autograd.covers(inputs)
-    assert backward.kernels_for(inputs.facts) is None
+    assert backward.kernels_for(inputs) is None
     assert asked == []
-    told = r"gradients of this call on sm_90a: in chunks of 64 or 32, chunked: got K=.*; registers: got K="
+    reasons = ".*; ".join(f"{strategy}: got K=" for strategy in plan.BACKWARD_STRATEGIES)
+    told = rf"gradients of this call on sm_90a: in chunks of 64 or 32, {reasons}"
     with pytest.raises(UnsupportedError, match=told):
         select.choose_backward(inputs.facts, SM90A)
 

@@ -89,7 +89,7 @@ def test_the_command_for_one_call_builds_that_call_at_any_size(built, variants):
         made = built(build_command_of_call(facts, GPU, backward=variants.backward))
         assert made >= set(select.requests_for_any_size(facts, GPU.arch))
         if variants.backward:
-            assert made >= set(select.choose_backward(facts, GPU.arch).requests.values())
+            assert made >= set(select.backward_requests_for_any_size(facts, GPU.arch))
 
 
 def command_in(error):
@@ -105,7 +105,7 @@ def test_a_call_that_misses_names_the_command_that_builds_it(built):
     dispatch, _ = pipeline.choice_for(inputs)
     assert built(command_in(error)) >= set(dispatch.requests.values())
     with pytest.raises(KernelNotCachedError) as error:
-        backward.kernels_for(inputs.facts)
+        backward.kernels_for(inputs)
     assert built(command_in(error)) >= set(select.choose_backward(inputs.facts, GPU.arch).requests.values())
 
 

@@ -97,7 +97,7 @@ def test_neither_the_order_of_decisions_nor_the_index_of_the_gpu_counts():
     "other",
     [
         (), (forward(30_000),), (forward(), forward(30_000)), (forward(output_final_state=True),),
-        (with_override(strategy="chunked"),), (forward(), lambda: backward.kernels_for(call().facts)),
+        (with_override(strategy="chunked"),), (forward(), lambda: backward.kernels_for(call())),
         (forward(), lambda: kernel_cache.get([request()])),
     ],
     ids=["nothing", "another-size", "one-size-more", "another-call", "override", "backward", "one-kernel-more"],

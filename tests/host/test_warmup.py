@@ -117,7 +117,7 @@ def test_calls_with_each_flag_ask_for_nothing_else(asked, flags):
 def test_a_training_step_asks_for_nothing_else(asked, name, index_dtype, flags):
     qla_jit.warmup(model=name, backward=True, **flags)
     (ready,) = asked
-    for T, with_state, final_state in itertools.product((1, 4096), (False, True), (False, True)):
+    for T, with_state, final_state in itertools.product(LENGTHS, (False, True), (False, True)):
         del asked[:]
         inputs = call(model(name), T, index_dtype=index_dtype, with_state=with_state, final_state=final_state, **flags)
         assert autograd.covers(inputs)
