@@ -10,7 +10,7 @@ Gamma_ij = exp(g_sum_i - g_sum_j):
     dQ   = dQ_S + dP K
     dK   = dK_S + dK_U + dP^T Q + (dM + dM^T) K
     dbeta_i  = sum_v dW_iv V_new_iv / beta_i^2
-    dg_sum_i = sum_k (K dK_U + Q dQ_S - K dK_S)_ik + sum_j Z_ij - sum_j Z_ji,   Z = dP o (Q K^T) + dM o (K K^T)
+    dg_sum_i = sum_k (K dK_U + Q dQ_S - K dK_S)_ik + sum_j Z_ij - sum_j Z_ji,   Z = strictly_lower(dP o (Q K^T)) + dM o (K K^T)
     dg_sum_L += sum(K o dK_S) + gamma_L sum(dS' o S)
     dg_i = dg_sum_i + ... + dg_sum_L
 
@@ -215,8 +215,9 @@ def score_gradients(valid, scale, tiles, sums):
     T.copy(sums.dp, tiles.dp)
     T.copy(sums.dm, tiles.dm)
     T.gemm(tiles.q, tiles.k, sums.scores, transpose_B=True, clear_accum=True)
+    # Without the diagonal, which adds the same to a row and to a column: where gates are closed it is all that there is.
     for i, j in T.Parallel(C, C):
-        sums.dp[i, j] = sums.dp[i, j] * sums.scores[i, j]
+        sums.dp[i, j] = T.if_then_else(i > j, sums.dp[i, j] * sums.scores[i, j], 0.0)
     T.gemm(tiles.k, tiles.k, sums.scores, transpose_B=True, clear_accum=True)
     for i, j in T.Parallel(C, C):
         sums.dp[i, j] = sums.dp[i, j] + sums.dm[i, j] * sums.scores[i, j]

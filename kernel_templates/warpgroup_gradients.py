@@ -3,7 +3,7 @@
 As chunk_gradients, for K = V = 128 and chunks of 64, with S and dS' transposed [slots, HV, V, K]:
 
     scores     dP   = scale Gamma o lower(dO V_new^T)         dM = -Gamma o strictly_lower(dW V_new^T)
-               the sums of Z = dP o (Q K^T) + dM o (K K^T) by row and by column; the diagonal of dW V_new^T, for dbeta
+               the sums of Z = strictly_lower(dP o (Q K^T)) + dM o (K K^T) by row and column; the diagonal of dW V_new^T
     queries    dQ_S = scale gamma o (dO S^T)                  dQ = dQ_S + dP K
                the rows of Q o dQ_S; sum(S o dS')
     keys       dK_S = (gamma_L / gamma) o (V_new dS'^T)       dK_U = -gamma o (dW S^T)
@@ -68,10 +68,13 @@ QLA_DEVICE void qla_store_diagonal(const float* x, float* to) {
     if (i == warp && a == b) qla_store_one(to + 16 * i + a, x[8 * i + e]);
   }
 }
-// The sums of x o y by row and by column, for this thread's two rows and 16 columns.
+// The sums of x o y by row and by column, for this thread's two rows and 16 columns. Without the diagonal, which adds the same
+// to both: where gates are closed it is all that there is.
 QLA_DEVICE void qla_add_products(const float* x, const float* y, float* rows, float* columns) {
+  int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   QLA_UNROLL for (int i = 0; i < 4; ++i) QLA_UNROLL for (int e = 0; e < 8; ++e) {
-    float z = x[8 * i + e] * y[8 * i + e];
+    int a = (lane >> 2) + 8 * ((e >> 1) & 1), b = 2 * (lane & 3) + (e & 1) + 8 * (e >> 2);
+    float z = i == warp && a == b ? 0.0f : x[8 * i + e] * y[8 * i + e];
     rows[(e >> 1) & 1] += z;
     columns[4 * i + 2 * (e >> 2) + (e & 1)] += z;
   }
