@@ -27,8 +27,12 @@ pytestmark = pytest.mark.gpu
 # Relative L2 error of each gradient: 1.25 times the smaller of FlashQLA's and FLA's. Of dg, that on Qwen's gates: as with them,
 # its terms cancel where a head hardly forgets, and every set of gates here has such heads.
 BOUNDS = {"q": 4.75e-3, "k": 6.5e-3, "v": 5.0e-3, "g": 6.9e-3, "beta": 4.9e-3, "initial_state": 2.9e-3}
-# Sums of dg, times something, over all tokens: errors average out, and so does part of what they are errors of.
-BOUNDS |= {"A_log": 8e-3, "dt_bias": 8e-3}
+# Sums of dg, times something, over all tokens: these may cancel, so errors are told over the norm of what is added up, which is
+# at least that of the gradient of the logits. Half as much again as for dg itself: neighbouring tokens share operands.
+BOUNDS |= {"A_log": 10e-3, "dt_bias": 10e-3}
+SUMS = ("A_log", "dt_bias")
+# beta = 1 erases wholly: V_new and dW are small differences of what was there and what comes. Both strategies have 5.0e-3.
+BOUNDS_BETA1 = BOUNDS | {"beta": 5.5e-3}
 # beta = 2 reflects the state and its gradient instead of shrinking them: errors add up, as in the forward (12.3e-3 and 13.3e-3).
 BOUNDS_BETA2 = {name: 2.5 * bound for name, bound in BOUNDS.items()} | {"g": 15e-3, "initial_state": 9e-3}
 # Nearly collinear keys make the entries of the inverse as large as beta; what passes through it has errors as o has.
@@ -37,8 +41,8 @@ BOUNDS_COLLINEAR = BOUNDS | {"q": 12e-3, "v": 18e-3, "beta": 19e-3}
 BOUNDS_L2NORM = {name: 1.25 * bound for name, bound in BOUNDS.items()} | {"g": 11e-3}
 # Where zeros are exact, as dk and dv for beta = 0: the error over the norm of do. beta's floor of 2^-14 in fp16 is what is seen.
 BOUND_OF_ZERO = 1e-3
-# Few tokens have few roundings to average over.
-FEW_TOKENS, FEW_TOKENS_FACTOR = 80, 1.5
+# Few tokens have few roundings to average over: dg of one sequence of 129 has 7.8e-3 by `chunked` and 10.0e-3 by `registers`.
+FEW_TOKENS, FEW_TOKENS_FACTOR = 160, 1.5
 
 BASE = Case(H=2, HV=8, K=128, V=128, lengths=(200, 64, 1, 0, 447), dtype=torch.bfloat16)
 
@@ -171,6 +175,8 @@ def bounds_of(case: Case) -> dict[str, float]:
     bounds = BOUNDS
     if case.betas == "beta2":
         bounds = BOUNDS_BETA2
+    elif case.betas == "beta1":
+        bounds = BOUNDS_BETA1
     elif case.keys == "collinear":
         bounds = BOUNDS_COLLINEAR
     elif case.l2norm:
@@ -249,6 +255,8 @@ def check(
     for name, exact in expected.items():
         assert actual[name].isfinite().all(), name
         error = relative_l2(actual[name], exact)
+        if name in SUMS and exact.any():
+            error *= exact.norm().item() / expected["g"].norm().item()
         errors[name] = error / bounds[name] if exact.any() else error / do.double().norm().item() / BOUND_OF_ZERO
     assert max(errors.values()) <= 1, {name: f"{share:.2f} of its bound" for name, share in errors.items()}
 
