@@ -77,7 +77,7 @@ def print_explanation(data: Mapping[str, Any]) -> None:
 def describe(record: Record) -> dict[str, Any]:
     """A record in a few words."""
     problem, hardware = record.problem, record.hardware
-    best = max(record.entries, key=typical_speedup)
+    speedup, config = gain(record)
     return {
         "gpu": f"{hardware.arch}:{hardware.sm_count}:{hardware.l2_bytes >> 20}",
         "heads": f"{problem.H}:{problem.HV}",
@@ -86,19 +86,30 @@ def describe(record: Record) -> dict[str, Any]:
         "chunk": problem.chunk_size,
         "packed": "yes" if problem.varlen else "no",
         "rigor": record.rigor.value,
-        "speedup": f"{typical_speedup(best):.3f}",
-        "config": "default" if best is record.entries[0] else label(best.candidate, record.entries[0].candidate),
+        "speedup": f"{speedup:.3f}",
+        "config": config,
         "recorded": f"{record.provenance.recorded:%Y-%m-%d}",
         "stale": ", ".join(stale(record)),
     }
 
 
-def typical_speedup(entry: Entry) -> float:
-    """The geometric mean over the points; below 1 for an entry that was not timed at all of them."""
-    if None in entry.curve:
-        return 0.0
-    logs = [math.log(timed.speedup.value) if timed.speedup else 0.0 for timed in entry.curve if timed]
-    return math.exp(sum(logs) / len(logs))
+def gain(record: Record) -> tuple[float, str]:
+    """What calls get at the measured points: the geometric mean of the best speed-ups, and the config that is best most often."""
+    default = record.entries[0]
+    logs: list[float] = []
+    winners: list[Entry] = []
+    for index in range(len(record.points)):
+        timed = [entry for entry in record.entries[1:] if entry.curve[index] and entry.curve[index].speedup.low > 1]
+        best = max(timed, key=lambda entry: entry.curve[index].speedup.low, default=None)
+        if best is not None:
+            logs.append(math.log(best.curve[index].speedup.value))
+            winners.append(best)
+    if not winners:
+        return 1.0, "default"
+    usual = max(winners, key=winners.count)
+    name = label(usual.candidate, default.candidate)
+    where = "" if winners.count(usual) == len(record.points) else f", at {winners.count(usual)} of {len(record.points)} sizes"
+    return math.exp(sum(logs) / len(record.points)), name + where
 
 
 def label(candidate: Candidate, default: Candidate | None = None) -> str:

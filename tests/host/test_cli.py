@@ -182,6 +182,13 @@ def test_show_lists_every_layer_and_filters(run, places):
     assert "16:48" in run("show")
 
 
+def test_show_tells_the_gain_at_the_sizes_where_there_is_one(run):
+    record_store.save_user_records([records.record(times=(100.0, 400.0), wide=(125.0, 320.0))])
+    (row,) = run("show", "--json")
+    assert row["speedup"] == f"{1.25**0.5:.3f}"
+    assert row["config"].endswith(", at 1 of 2 sizes")
+
+
 def test_show_curves_has_the_times_and_what_was_thrown_out(run):
     record_store.save_user_records([records.record(negatives=(negative(),))])
     text = run("show", "--curves")
