@@ -123,7 +123,8 @@ def test_the_command_for_a_bundle_builds_the_kernels_of_the_calls_that_are_timed
     monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path))
     command = re.search(r"qla-tune (build .*?) && qla-tune pack", cold_start.__doc__, re.DOTALL)[1]
     run(*command.replace("\\\n", "").replace("DIR", str(tmp_path / "out")).split())
-    assert built == cold_start.kernels_of_calls(cold_start.parse([]), backward=True)
+    # tuned records may name others besides
+    assert set(cold_start.kernels_of_calls(cold_start.parse([]), backward=True)) <= set(built)
 
 
 @pytest.mark.parametrize("place", ["QLA_JIT_BUNDLE_PATH", "QLA_JIT_CACHE_DIR"])
