@@ -12,7 +12,8 @@ gates and store. The last product does not wait for the others: dO and Q are the
 
 With `split` every segment begins with the gradient of the state behind it, from segment_state_gradients. What that needs is found
 by a pass before, `transfers_only`: every segment but the first of a sequence begins with zero, the last one with the gradient of
-the final state, and nothing is kept but the gradient of the state in front of it.
+the final state, and nothing is kept but the gradient of the state in front of it. Of a head that forgets, the first warm_chunks
+chunks of a segment suffice, as segment_plan says: it begins with zero behind those, the last segment too.
 """
 
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class Config:
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "q", "k", "do", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "final_state_gradient", "state_gradients", "dv",
-        "initial_state_gradient", "scale", "log2_scale", "chunks_per_segment", "blocks",
+        "initial_state_gradient", "warm_chunks", "scale", "log2_scale", "chunks_per_segment", "blocks",
     )  # fmt: skip
 
 
@@ -163,21 +164,26 @@ def barrier_counts(problem: Problem, config: Config) -> dict[str, tuple[int, int
     }
 
 
-def chunks_of(problem, length, segment):
-    """Chunks of an item that must be gone through, from its first one on. Of a head that decays, transfers would need fewer."""
+def chunks_of(problem, place, head, length, segment, warm_chunks):
+    """Chunks of an item that must be gone through, from its first one on."""
     chunks = T.max(T.ceildiv(length, problem.C), 0)
+    if not problem.transfers_only:
+        return chunks
+    # Of a place without a segment nobody wrote warm_chunks: it has none anyway.
+    enough = T.if_then_else(warm_chunks[place, head] < 0, chunks, T.min(warm_chunks[place, head], chunks))
     # Nobody asks what the first segment adds to the gradient in front of it.
-    return T.if_then_else(segment == 0, 0, chunks) if problem.transfers_only else chunks
+    return T.if_then_else(segment == 0, 0, enough)
 
 
 @macro
-def read_state(problem, place, n, head, first_v, segment, last, final_state_gradient, state):
+def read_state(problem, place, n, head, first_v, segment, last, final_state_gradient, warm_chunks, state):
     if problem.split and not problem.transfers_only:
         T.copy(final_state_gradient[place, head, first_v : first_v + ROWS, 0 : problem.K], state)
     else:
         T.clear(state)
         if problem.has_final_state_gradient:
-            if segment == last:
+            reaches = segment == last and warm_chunks[place, head] < 0 if problem.transfers_only else segment == last
+            if reaches:
                 for a, b in T.Parallel(ROWS, problem.K):
                     if problem.state_v_first:
                         state[a, b] = final_state_gradient[n, head, first_v + a, b]
@@ -195,7 +201,7 @@ def write_state(problem, n, head, first_v, state, initial_state_gradient):
 
 
 @macro
-def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient):
+def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient, warm_chunks):
     # dV_new = (gamma_L / gamma) o (K dS') + P^T dO;  dW = G^T dV_new
     # dS <- gamma_L dS' - K^T (gamma o dW) + scale Q^T (gamma o dO), all transposed
     problem, C, K = walk.problem, walk.problem.C, walk.problem.K
@@ -229,8 +235,8 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
         place, head, part = walk.coordinates(step)
         n, _row, _first, length, _slot, segment, last = bounds_of(walk, place)
         chunks = T.alloc_var("int32")
-        chunks = chunks_of(problem, length, segment)
-        read_state(problem, place, n, head, part * ROWS, segment, last, final_state_gradient, state)
+        chunks = chunks_of(problem, place, head, length, segment, warm_chunks)
+        read_state(problem, place, n, head, part * ROWS, segment, last, final_state_gradient, warm_chunks, state)
         T.copy(state, operand)
         state_scale[1] = 1.0
         # No product may be in flight across the back edge: ptxas would serialise every wgmma of the kernel (C7514).
@@ -314,7 +320,7 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
 
 
 @macro
-def make_products(config, walk, tiles, thread, log2_scale):
+def make_products(config, walk, tiles, thread, log2_scale, warm_chunks):
     # P = scale Gamma o lower(Q K^T);  G = Gamma o Ab, one chunk ahead of the state
     C = walk.problem.C
     scores = T.alloc_fragment((C, C), "float32")
@@ -332,9 +338,9 @@ def make_products(config, walk, tiles, thread, log2_scale):
     total = T.alloc_var("int32")
     total = 0
     for step in T.serial(walk.steps):
-        place, _head, _part = walk.coordinates(step)
+        place, head, _part = walk.coordinates(step)
         _n, _row, _first, length, _slot, segment, _last = bounds_of(walk, place)
-        total = total + chunks_of(walk.problem, length, segment)
+        total = total + chunks_of(walk.problem, place, head, length, segment, warm_chunks)
     for i in T.serial(total):
         stage = i % config.key_stages
         made = i % config.product_stages
@@ -368,7 +374,7 @@ def make_products(config, walk, tiles, thread, log2_scale):
 
 
 @macro
-def load_keys(config, walk, tiles, q, k):
+def load_keys(config, walk, tiles, q, k, warm_chunks):
     # K and Q of every chunk, the last first
     problem, C = walk.problem, walk.problem.C
     i = T.alloc_var("int32")
@@ -380,7 +386,7 @@ def load_keys(config, walk, tiles, q, k):
         _n, row, first, length, _slot, segment, _last = bounds_of(walk, place)
         key_head = head // (problem.HV // problem.H)
         chunks = T.alloc_var("int32")
-        chunks = chunks_of(problem, length, segment)
+        chunks = chunks_of(problem, place, head, length, segment, warm_chunks)
         for j in T.serial(chunks):
             at = (chunks - 1 - j) * C
             stage = i % config.key_stages
@@ -400,7 +406,7 @@ def load_keys(config, walk, tiles, q, k):
 
 
 @macro
-def load_values(walk, tiles, do, Ab):
+def load_values(walk, tiles, do, Ab, warm_chunks):
     # dO and Ab of every chunk, the last first
     C = walk.problem.C
     i = T.alloc_var("int32")
@@ -411,7 +417,7 @@ def load_values(walk, tiles, do, Ab):
         place, head, part = walk.coordinates(step)
         _n, row, first, length, slot, segment, _last = bounds_of(walk, place)
         chunks = T.alloc_var("int32")
-        chunks = chunks_of(walk.problem, length, segment)
+        chunks = chunks_of(walk.problem, place, head, length, segment, warm_chunks)
         for j in T.serial(chunks):
             at = (chunks - 1 - j) * C
             wait_free(tiles.barriers, "Ab", 2, i)
@@ -429,7 +435,7 @@ def load_values(walk, tiles, do, Ab):
 
 
 @macro
-def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias):
+def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias, warm_chunks):
     problem = walk.problem
     i = T.alloc_var("int32")
     i = 0
@@ -437,13 +443,13 @@ def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias):
         place, head, _part = walk.coordinates(step)
         _n, row, first, length, _slot, segment, _last = bounds_of(walk, place)
         chunks = T.alloc_var("int32")
-        chunks = chunks_of(problem, length, segment)
+        chunks = chunks_of(problem, place, head, length, segment, warm_chunks)
         sum_gates_backwards(problem, row, first, first + length, chunks, head, lane, scale, g, A_log, dt_bias, tiles, i)
         i = i + chunks
 
 
 @macro
-def store_outputs(walk, tiles, state_gradients, dv):
+def store_outputs(walk, tiles, state_gradients, dv, warm_chunks):
     # dS' and dW of each chunk; of a ragged chunk only the sequence's own rows of dW, and zeros behind the last sequence
     problem, C = walk.problem, walk.problem.C
     stride = problem.HV * problem.V
@@ -453,7 +459,7 @@ def store_outputs(walk, tiles, state_gradients, dv):
         place, head, part = walk.coordinates(step)
         n, row, first, length, slot, segment, last = bounds_of(walk, place)
         chunks = T.alloc_var("int32")
-        chunks = chunks_of(problem, length, segment)
+        chunks = chunks_of(problem, place, head, length, segment, warm_chunks)
         for j in T.serial(chunks):
             chunk = chunks - 1 - j
             start = first + chunk * C
@@ -515,6 +521,7 @@ def build(problem: Problem, config: Config):
         state_gradients: T.Tensor((slots, HV, V, K), dtype),
         dv: T.Tensor((B, tokens, HV, V), dtype),
         initial_state_gradient: T.Tensor(initial_shape, "float32"),
+        warm_chunks: T.Tensor((places if problem.split else N, HV), "int32"),     # where transfers alone are made
         scale: T.float32,
         log2_scale: T.float32,           # from the host: the loop would compute it anew for every chunk
         chunks_per_segment: T.int32,
@@ -530,21 +537,21 @@ def build(problem: Problem, config: Config):
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
-                hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient)
+                hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient, warm_chunks)
             elif thread < 384:
                 T.set_max_nreg(AUX.registers, 0)
-                make_products(config, walk, tiles, thread, log2_scale)
+                make_products(config, walk, tiles, thread, log2_scale, warm_chunks)
             else:
                 T.set_max_nreg(LOADERS.registers, 0)
                 if thread < 416:
-                    load_keys(config, walk, tiles, q, k)
+                    load_keys(config, walk, tiles, q, k, warm_chunks)
                 elif thread < 448:
-                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias)
+                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias, warm_chunks)
                 elif thread < 480:
                     if not problem.transfers_only:
-                        store_outputs(walk, tiles, state_gradients, dv)
+                        store_outputs(walk, tiles, state_gradients, dv, warm_chunks)
                 else:
-                    load_values(walk, tiles, do, Ab)
+                    load_values(walk, tiles, do, Ab, warm_chunks)
 
     return register_gradient_scan
 

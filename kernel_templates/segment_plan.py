@@ -3,6 +3,9 @@
     warm_chunks[place, head] = fewest chunks at the end of the segment whose log decays sum to below THRESHOLD
                              = -1 if the whole segment decays by less: then its transfer matrix is needed too
 
+With `backwards` the same of the chunks at the start, for gradients, which come from behind. What is behind the last segment of a
+sequence matters there and what is in front of the first does not; a ragged chunk at the end is taken not to decay.
+
 The neglected part of the state is at most exp(THRESHOLD) of it, because the delta rule without gates is a contraction for
 unit keys and strengths in [0, 2]. One block per place and 32 heads: lanes are heads, warps are chunks.
 """
@@ -29,6 +32,7 @@ class Problem:
     index_dtype: str
     gate_in_kernel: bool
     has_dt_bias: bool
+    backwards: bool = False              # from the start of each segment but the first; else from the end of each but the last
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,18 @@ def build(problem: Problem, config: Config):
             _n, row, first, length, _slot, segment, last = locate_segment(
                 problem.packed, cu_seqlens, N, tokens, place, C, chunks_per_segment
             )
-            if length > 0 and segment < last:
+            wanted = segment > 0 if problem.backwards else segment < last
+            if length > 0 and wanted:
                 total = 0.0
                 found = -1
-                for turn in T.serial(T.ceildiv(chunks_per_segment, warps)):
+                chunks = length // C     # only the last segment may have a ragged one, behind these
+                for turn in T.serial(T.ceildiv(chunks, warps)):
                     chunk = 0.0
-                    if head < HV and turn * warps + warp < chunks_per_segment:
+                    j = turn * warps + warp
+                    if head < HV and j < chunks:
+                        at = first + (j if problem.backwards else chunks - 1 - j) * C
                         for i in T.unroll(C):
-                            gate = T.cast(g[row, first + (chunks_per_segment - 1 - turn * warps - warp) * C + i, head], "float32")
+                            gate = T.cast(g[row, at + i, head], "float32")
                             if problem.gate_in_kernel:
                                 if problem.has_dt_bias:
                                     gate = gate + dt_bias[head]

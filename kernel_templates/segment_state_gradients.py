@@ -1,8 +1,9 @@
 """The gradient of the state behind every segment: that of the final state, and dS_{s-1} = M_s^T dS_s + D_s towards the first.
 
 M_s is what segment_scan found for the forward. D_s, what a segment adds by itself, is what register_gradient_scan found with
-`transfers_only`. That began the last segment of a sequence with the gradient of the final state, so dS_{last-1} = D_last, and
-the M that segment_scan does not have is not needed. A segment that forgets (warm_chunks >= 0) has none either: dS_{s-1} = D_s.
+`transfers_only`. That began the last segment of a sequence with the gradient of the final state, unless the head forgets it, so
+dS_{last-1} = D_last, and the M that segment_scan does not have is not needed. A segment that forgets (warm_chunks >= 0) has none
+either: dS_{s-1} = D_s.
 
 Transposed, as segment_scan stores them: dS^T_{s-1} = dS^T_s M_s + D^T_s, float32 with tf32 products. One block owns block_v rows
 of dS^T, that is columns of dS, of one sequence and value head, and goes from segment to segment. M is loaded ahead whether it

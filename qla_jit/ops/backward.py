@@ -32,6 +32,7 @@ from .operands import (
     scanned_segments,
     slots_of,
     summed_gates,
+    warm_chunks_of,
     with_float_parameters,
 )
 from .plan import Extents
@@ -229,12 +230,15 @@ class RegisterScans:
         state_gradients: torch.Tensor | None,
         dv: torch.Tensor | None,
         in_front: torch.Tensor | None,
+        warm_chunks: torch.Tensor | None = None,
     ) -> None:
         """From the gradient of the state behind each place to that in front of it."""
         scale = self.inputs.scale
+        # Where the gates decide how long an item takes, a block for each: as in segment_scan.
+        blocks = self._blocks if warm_chunks is None else self._items
         self.launch[step](
             self.q, self.k, self.do, self.Ab, *self._gates, self.inputs.cu_seqlens, behind, state_gradients, dv, in_front,
-            scale, math.log2(scale) if scale else -math.inf, self.L, self._blocks,
+            warm_chunks, scale, math.log2(scale) if scale else -math.inf, self.L, blocks,
         )  # fmt: skip
 
     @property
@@ -242,18 +246,22 @@ class RegisterScans:
         return self.inputs.g, self.inputs.A_log, self.inputs.dt_bias
 
     @property
+    def _items(self) -> int:
+        return self.places * self.inputs.facts.HV * (self.inputs.facts.V // ROWS)
+
+    @property
     def _blocks(self) -> int:
         """Each takes every blocks-th item."""
-        facts = self.inputs.facts
-        return min(self.places * facts.HV * (facts.V // ROWS), gpu_info(facts.device).sm_count)
+        return min(self._items, gpu_info(self.inputs.facts.device).sm_count)
 
 
 def _gradients_behind(scans: RegisterScans, segments: Segments, dht: torch.Tensor | None) -> torch.Tensor:
     """The gradient of the state behind each segment, [places, HV, V, K]."""
+    launch, inputs = scans.launch, scans.inputs
     own, behind = torch.empty_like(segments.states), torch.empty_like(segments.states)
-    scans.gradients("segment_gradient_scan", dht, None, None, own)
-    inputs = scans.inputs
-    scans.launch["segment_state_gradients"](
+    warm_chunks = warm_chunks_of(launch["segment_plan_backwards"], inputs, places=segments.places, L=segments.L)
+    scans.gradients("segment_gradient_scan", dht, None, None, own, warm_chunks)
+    launch["segment_state_gradients"](
         segments.transfers, segments.warm_chunks, inputs.cu_seqlens, dht, own, behind, segments.L, inputs.T, inputs.N
     )
     return behind

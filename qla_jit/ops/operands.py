@@ -116,19 +116,25 @@ def scanned_segments(
     """The state that enters each segment of `split` chunks; None: one segment for every sequence."""
     facts, cu_seqlens = inputs.facts, inputs.cu_seqlens
     HV, K, V, device = facts.HV, facts.K, facts.V, facts.device
-    gates = (inputs.g, inputs.A_log, inputs.dt_bias)
     L = slots if split is None else split
     places = place_count(slots, inputs.N, L)
 
-    warm_chunks = torch.empty(places, HV, dtype=torch.int32, device=device)
-    launch["segment_plan"](*gates, cu_seqlens, warm_chunks, L)
+    warm_chunks = warm_chunks_of(launch["segment_plan"], inputs, places=places, L=L)
     transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=device)
     # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
     items = places * HV * (V // ROWS + 1)
+    gates = (inputs.g, inputs.A_log, inputs.dt_bias)
     launch["segment_scan"](k, v, Ab, *gates, cu_seqlens, warm_chunks, transfers, L, items)
     states = torch.empty(places, HV, V, K, dtype=torch.float32, device=device)
     launch["segment_states"](transfers, warm_chunks, cu_seqlens, initial_state, states, L, inputs.T, inputs.N)
     return Segments(L, places, warm_chunks, transfers, states)
+
+
+def warm_chunks_of(launch: Callable[..., None], inputs: CallInputs, *, places: int, L: int) -> torch.Tensor:
+    """How many chunks of each segment suffice, [places, HV], from the end that segment_plan was built for."""
+    warm_chunks = torch.empty(places, inputs.facts.HV, dtype=torch.int32, device=inputs.facts.device)
+    launch(inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, warm_chunks, L)
+    return warm_chunks
 
 
 def floored_strengths(inputs: CallInputs) -> torch.Tensor:

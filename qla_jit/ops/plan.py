@@ -184,13 +184,19 @@ def split_steps(facts: CallFacts) -> dict[str, Step]:
 
 def segment_steps(facts: CallFacts) -> dict[str, Step]:
     """The state that enters every segment."""
-    plan = segment_plan.Problem(HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts))
     scan = segment_scan.Problem(**key_side(facts), V=facts.V, **gate_sources(facts))
     return {
-        "segment_plan": Step(segment_plan.TEMPLATE, plan),
+        "segment_plan": forgetting(facts, backwards=False),
         "segment_scan": Step(segment_scan.TEMPLATE, scan),
         "segment_states": Step(segment_states.TEMPLATE, segment_states.Problem(**boundaries(facts), **initial_state(facts))),
     }
+
+
+def forgetting(facts: CallFacts, *, backwards: bool) -> Step:
+    problem = segment_plan.Problem(
+        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), backwards=backwards
+    )
+    return Step(segment_plan.TEMPLATE, problem)
 
 
 def chunked_backward_steps(facts: CallFacts) -> dict[str, Step]:
@@ -233,6 +239,7 @@ def split_register_backward_steps(facts: CallFacts) -> dict[str, Step]:
         segment_steps(facts)
         | {
             "register_state_scan": Step(register_state_scan.TEMPLATE, states),
+            "segment_plan_backwards": forgetting(facts, backwards=True),
             "segment_gradient_scan": Step(register_gradient_scan.TEMPLATE, own),
             "segment_state_gradients": Step(segment_state_gradients.TEMPLATE, between),
             "register_gradient_scan": Step(register_gradient_scan.TEMPLATE, gradients),

@@ -15,11 +15,12 @@ LAUNCHES = 20.0                          # three kernels more
 # What heads do is only known on the GPU: a quarter that never forget, as in FlashQLA's benchmark, others within 4 chunks.
 EXACT_SHARE, WARM_CHUNKS = 0.25, 4
 
-# The scans of the backward likewise (docs/performance.md): register_state_scan, and either pass of register_gradient_scan.
+# The scans of the backward likewise (docs/performance.md): register_state_scan, register_gradient_scan, and its pass before.
 STATE_STEPS = ((0.55, 1.9), (0.85, 2.4), (1.0, 3.0))
 GRADIENT_STEPS = ((0.55, 2.66), (0.85, 3.0), (1.0, 3.5))
+TRANSFER_STEP = 3.0
 GRADIENT_BOUNDARY = 2 * 1.2              # segment_states and segment_state_gradients, whose M is loaded whether wanted or not
-GRADIENT_LAUNCHES = 15.0                 # five kernels more
+GRADIENT_LAUNCHES = 18.0                 # six kernels more
 
 SEGMENTS = tuple(2**power for power in range(2, 12))
 
@@ -33,7 +34,7 @@ def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_co
     """Expected time with L chunks a segment."""
     segments, places = segments_and_places(longest, chunks, sequences, L)
     forward = chain_us(STEPS, rows * chunks, L * -(-places * rows // sm_count), sm_count)
-    scan = segment_scan_us(rows * (segments - sequences), L, sm_count)
+    scan = transfers_us(SCAN_STEP, 2, rows * (segments - sequences), L, sm_count)
     return forward + scan + BOUNDARY * (longest / L) + LAUNCHES
 
 
@@ -48,9 +49,8 @@ def split_backward_us(rows: int, longest: int, chunks: int, sequences: int, L: i
     segments, places = segments_and_places(longest, chunks, sequences, L)
     steps = L * -(-places * rows // sm_count)
     scans = sum(chain_us(table, rows * chunks, steps, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
-    # Both are of all segments but one of every sequence. That of the gradients goes through every chunk, whatever the gates.
-    others = rows * (segments - sequences)
-    transfers = segment_scan_us(others, L, sm_count) + chain_us(GRADIENT_STEPS, others * L, L * -(-others // sm_count), sm_count)
+    others = rows * (segments - sequences)           # all but the last of each sequence, or all but the first
+    transfers = transfers_us(SCAN_STEP, 2, others, L, sm_count) + transfers_us(TRANSFER_STEP, 1, others, L, sm_count)
     return scans + transfers + GRADIENT_BOUNDARY * (longest / L) + GRADIENT_LAUNCHES
 
 
@@ -74,11 +74,11 @@ def chain_us(table: tuple[tuple[float, float], ...], chunks: int, steps: int, sm
     return steps * next(step for limit, step in table if share <= limit)
 
 
-def segment_scan_us(items: int, L: int, sm_count: int) -> float:
-    """items: of 128 state rows, as many of M where it is needed."""
-    exact = 2 * EXACT_SHARE * (SCAN_STEP * L + SCAN_ITEM)
-    warm = (1 - EXACT_SHARE) * (SCAN_STEP * min(WARM_CHUNKS, L) + SCAN_ITEM)
-    return max(SCAN_STEP * L + SCAN_ITEM, items * (exact + warm) / sm_count) if items else 0.0
+def transfers_us(step: float, exact_items: int, items: int, L: int, sm_count: int) -> float:
+    """Time of a scan that goes through all of a segment only where a head does not forget, then with so many items for one."""
+    exact = exact_items * EXACT_SHARE * (step * L + SCAN_ITEM)
+    warm = (1 - EXACT_SHARE) * (step * min(WARM_CHUNKS, L) + SCAN_ITEM)
+    return max(step * L + SCAN_ITEM, items * (exact + warm) / sm_count) if items else 0.0
 
 
 def best_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:

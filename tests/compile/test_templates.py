@@ -158,6 +158,7 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
     (state_scan.TEMPLATE, scan(128, 128, initial_state_dtype=None, has_final_state=False), SM90A),
     (register_state_forward.TEMPLATE, rest_of_forward(V=256, packed=False, initial_state_dtype=None), SM90A),
     (segment_plan.TEMPLATE, segment_plan.Problem(HV=48, **UNTYPED | GATES), SM90A),
+    (segment_plan.TEMPLATE, segment_plan.Problem(HV=48, **UNTYPED | GATES, backwards=True), SM90A),
     (segment_states.TEMPLATE, boundaries(V=256, packed=False, initial_state_dtype=None), SM90A),
     (segment_state_gradients.TEMPLATE, boundaries_backwards(V=256, packed=False, has_final_state_gradient=False), SM90A),
     (register_gradient_scan.TEMPLATE, states_backwards(V=256, packed=False, **TRANSFERS, has_final_state_gradient=False), SM90A),

@@ -81,6 +81,9 @@ def kernels_of(case: Case) -> dict[str, tuple[Template, Any]]:
         "split_state_scan": (
             register_state_scan.TEMPLATE, register_state_scan.Problem(**scan, initial_state_dtype=None, split=True)
         ),
+        "segment_plan_backwards": (
+            segment_plan.TEMPLATE, segment_plan.Problem(HV=case.HV, C=C, **packing, **gates, backwards=True)
+        ),
         "transfers": (
             register_gradient_scan.TEMPLATE, gradients(has_initial_state=False, split=True, transfers_only=True)
         ),
@@ -156,15 +159,16 @@ class Scans:
         case, out, launch = self.case, self.outputs(), self.launch
         HV, V, places = case.HV, case.V, place_count(self.slots, self.N, L)
         gates = (self.g, None, None)
-        warm_chunks = torch.full((places, HV), -1, dtype=torch.int32, device="cuda")
+        warm_chunks, warm_backwards = (torch.full((places, HV), 99, dtype=torch.int32, device="cuda") for _ in range(2))
         launch["segment_plan"](*gates, self.cu_seqlens, warm_chunks, L)
+        launch["segment_plan_backwards"](*gates, self.cu_seqlens, warm_backwards, L)
         transfers = self.nan(places, V + K, K)
         items = places * HV * (V // ROWS + 1)
         launch["segment_scan"](self.k, self.v, self.Ab, *gates, self.cu_seqlens, warm_chunks, transfers, L, items)
         states, own, gradients = (self.nan(places, V, K) for _ in range(3))
         launch["segment_states"](transfers, warm_chunks, self.cu_seqlens, self.initial_state, states, L, self.T, self.N)
         self.scan_states("split_state_scan", states, out, places, L)
-        self.scan_gradients("transfers", self.dht, None, None, own, places, L)
+        self.scan_gradients("transfers", self.dht, None, None, own, places, L, warm_backwards)
         launch["segment_state_gradients"](
             transfers, warm_chunks, self.cu_seqlens, self.dht, own, gradients, L, self.T, self.N
         )
@@ -185,10 +189,11 @@ class Scans:
         in_front: torch.Tensor | None,
         places: int,
         L: int,
+        warm_chunks: torch.Tensor | None = None,
     ) -> None:
         self.launch[kernel](
             self.q, self.k, self.do, self.Ab, self.g, None, None, self.cu_seqlens, behind, state_gradients, dv, in_front,
-            SCALE, math.log2(SCALE), L, self.blocks(places),
+            warm_chunks, SCALE, math.log2(SCALE), L, self.blocks(places),
         )  # fmt: skip
 
     def blocks(self, places: int) -> int:

@@ -31,7 +31,7 @@ SCANS = {
     "registers": ("gate_cumsum", "chunk_inverse", "register_state_scan", "register_gradient_scan"),
     "registers_split": (
         "gate_cumsum", "chunk_inverse", "segment_plan", "segment_scan", "segment_states", "register_state_scan",
-        "segment_gradient_scan", "segment_state_gradients", "register_gradient_scan",
+        "segment_plan_backwards", "segment_gradient_scan", "segment_state_gradients", "register_gradient_scan",
     ),
 }  # fmt: skip
 GRADIENTS = {                            # where V = 128
@@ -149,6 +149,9 @@ class Kernels:
     def segment_plan(self, g, A_log, dt_bias, cu_seqlens, warm_chunks, chunks_per_segment):
         warm_chunks.fill_(-1)            # "nothing is forgotten" is always right, and exact
 
+    def segment_plan_backwards(self, g, A_log, dt_bias, cu_seqlens, warm_chunks, chunks_per_segment):
+        warm_chunks.fill_(-2)            # another one, to be told from the first
+
     def segment_scan(self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, warm_chunks, transfers, chunks_per_segment, items):
         assert items == len(transfers) * self.facts.HV * 2
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
@@ -182,9 +185,10 @@ class Kernels:
 
     def segment_gradient_scan(
         self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, final_state_gradient, state_gradients, dv, own_gradients,
-        scale, log2_scale, chunks_per_segment, blocks,
+        warm_chunks, scale, log2_scale, chunks_per_segment, blocks,
     ):  # fmt: skip
-        assert blocks == self.blocks(chunks_per_segment, own_gradients)
+        assert blocks == len(own_gradients) * self.facts.HV
+        assert (warm_chunks == -2).all()
         assert state_gradients is dv is None
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
         for segment in self.segments(chunks_per_segment):
@@ -200,6 +204,7 @@ class Kernels:
         self, transfers, warm_chunks, cu_seqlens, final_state_gradient, own_gradients, gradients, chunks_per_segment, tokens,
         sequences,
     ):  # fmt: skip
+        assert (warm_chunks == -1).all()
         V = gradients.shape[2]
         for segment in reversed(list(self.segments(chunks_per_segment))):
             for h, _ in self.heads:
@@ -213,8 +218,9 @@ class Kernels:
 
     def register_gradient_scan(
         self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, final_state_gradient, state_gradients, dv, initial_state_gradient,
-        scale, log2_scale, chunks_per_segment, blocks,
+        warm_chunks, scale, log2_scale, chunks_per_segment, blocks,
     ):  # fmt: skip
+        assert warm_chunks is None
         assert blocks == self.blocks(chunks_per_segment, final_state_gradient)
         assert 2**log2_scale == pytest.approx(scale)
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
@@ -687,6 +693,7 @@ def test_segments_have_the_states_at_both_ends_where_they_are_read() -> None:
     scans = ("register_state_scan", "segment_gradient_scan", "register_gradient_scan")
     assert all(problems[step].split for step in scans)
     assert [problems[step].transfers_only for step in scans[1:]] == [True, False]
+    assert [problems[step].backwards for step in ("segment_plan", "segment_plan_backwards")] == [False, True]
 
 
 def test_a_sigmoid_of_beta_needs_no_kernels_of_its_own() -> None:

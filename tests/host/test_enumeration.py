@@ -71,8 +71,8 @@ def test_kernels_with_gradients_include_those_without():
     assert forward < both
     new = {request.template.name for request in both - forward}
     assert new == {
-        "gate_cumsum", "register_state_scan", "register_gradient_scan", "segment_state_gradients", "warpgroup_gradients",
-        "l2norm_backward",
+        "gate_cumsum", "register_state_scan", "segment_plan", "register_gradient_scan", "segment_state_gradients",
+        "warpgroup_gradients", "l2norm_backward",
     }                                            # the others are those of the forward
 
 

@@ -1,7 +1,7 @@
 """Gradients from segment to segment in float64, in the layouts of the kernels, against autograd through whole sequences.
 
-What segment_plan, segment_scan, register_gradient_scan and segment_state_gradients compute, transcribed. What a kernel does not
-write holds NaN.
+What segment_plan in both directions, segment_scan, register_gradient_scan and segment_state_gradients compute, transcribed. What
+a kernel does not write holds NaN.
 """
 
 from __future__ import annotations
@@ -142,13 +142,18 @@ def by_segments(batch: Batch, L: int) -> Found:
             transfers[place, :, :V] = added.mT
             transfers[place, ~forgets, V:] = kept[~forgets].mT
 
-    # register_gradient_scan with transfers_only: all segments but the first, the last from the gradient of the final state.
+    # segment_plan backwards, and register_gradient_scan with transfers_only: all segments but the first, the last from the
+    # gradient of the final state. Heads that forget begin with zero behind their warm chunks.
     own_gradients = nan(V, K)
     for n in range(N):
         for s in range(1, last[n] + 1):
+            chunks = segment(n, s)
+            warm = warm_chunks_at_start(chunks)
             dS = batch.dht[n] if s == last[n] else torch.zeros(HV, K, V, dtype=torch.float64)
-            for chunk in reversed(segment(n, s)):
-                dS = chunk.backward(dS)[0]
+            dS = torch.where((warm <= len(chunks))[:, None, None], 0.0, dS)
+            for j, chunk in reversed(list(enumerate(chunks))):
+                needed = (j < warm)[:, None, None]
+                dS = torch.where(needed, chunk.backward(dS)[0], dS)
             own_gradients[first_place[n] + s] = dS.mT
 
     # segment_state_gradients: from the last segment to the first.
@@ -177,6 +182,16 @@ def by_segments(batch: Batch, L: int) -> Found:
     return found
 
 
+def warm_chunks_at_start(chunks: list[Chunk]) -> torch.Tensor:
+    """Of a segment, [HV]; more than it has for a head that does not forget. A ragged chunk is taken not to decay."""
+    warm = torch.full((HV,), len(chunks) + 1)
+    total = torch.zeros(HV, dtype=torch.float64)
+    for j, chunk in enumerate(chunks):
+        total = total + (chunk.g.sum(-1) if chunk.g.shape[-1] == C else 0.0)
+        warm = torch.where(total < THRESHOLD, warm.clamp(max=j + 1), warm)
+    return warm
+
+
 # L: one chunk, whole and ragged segments at the end, one segment for all but the longest sequences, whole sequences.
 @pytest.mark.parametrize("L", [1, 2, 3, 16, 25], ids=lambda L: f"L{L}")
 def test_gradients_of_segments_are_those_of_whole_sequences(L: int) -> None:
@@ -188,6 +203,15 @@ def test_gradients_of_segments_are_those_of_whole_sequences(L: int) -> None:
                 assert_close(b, a)
     for a, b in zip(expected.dh0, actual.dh0, strict=True):
         assert_close(b, a)
+
+
+def test_few_chunks_at_the_start_suffice_where_a_head_forgets() -> None:
+    chunks = batch().chunks[-1]
+    never, slowly, at_once = warm_chunks_at_start(chunks).tolist()
+    assert never > len(chunks)
+    assert 1 < slowly < len(chunks)
+    assert at_once == 1
+    assert (warm_chunks_at_start(batch().chunks[2]) > 1).all()           # ragged
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
