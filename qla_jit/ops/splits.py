@@ -6,12 +6,16 @@ go from segment to segment one after the other. Short segments fill the GPU and 
 
 from __future__ import annotations
 
-# Microseconds on an H200, fitted to benchmarks/results/h200/forward.json: most rows within 15 %. Only their ratios matter.
+import functools
+
+# Microseconds on an H200, fitted to 387 times of nine head pairs at seven sizes with every L (docs/performance.md): what the model
+# takes is 0.2 % slower than the best of them in the mean, 4.5 % at most. Only ratios matter.
 # register_state_forward, one chunk of an item, by the mean share of SMs at work: memory and the power limit slow full GPUs.
-STEPS = ((0.55, 1.9), (0.85, 2.2), (1.0, 2.5))
-SCAN_STEP, SCAN_ITEM = 1.3, 8.0          # segment_scan: one chunk, and what every item costs
-BOUNDARY = 1.0                           # segment_states, from one segment to the next
-LAUNCHES = 20.0                          # three kernels more
+STEPS = ((0.55, 2.0), (0.89, 2.5), (1.0, 2.9))
+ITEM = 2.9                               # and what every item costs beside its chunks
+SCAN_STEP, SCAN_ITEM = 0.71, 8.0         # segment_scan: one chunk, and what every item costs
+BOUNDARY = 1.8                           # segment_states, from one segment to the next
+LAUNCHES = 15.0                          # three kernels more
 # What heads do is only known on the GPU: a quarter that never forget, as in FlashQLA's benchmark, others within 4 chunks.
 EXACT_SHARE, WARM_CHUNKS = 0.25, 4
 
@@ -22,6 +26,7 @@ TRANSFER_STEP = 3.0
 GRADIENT_BOUNDARY = 2 * 1.2              # segment_states and segment_state_gradients, whose M is loaded whether wanted or not
 GRADIENT_LAUNCHES = 18.0                 # six kernels more
 
+MOST_ITEMS = 20_000                      # are dealt out one by one; of more, the mean will do
 SEGMENTS = tuple(2**power for power in range(2, 12))
 
 
@@ -32,10 +37,10 @@ def whole_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
 
 def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> float:
     """Expected time with L chunks a segment."""
-    segments, places = segments_and_places(longest, chunks, sequences, L)
-    forward = chain_us(STEPS, rows * chunks, L * -(-places * rows // sm_count), sm_count)
-    scan = transfers_us(SCAN_STEP, 2, rows * (segments - sequences), L, sm_count)
-    return forward + scan + BOUNDARY * (longest / L) + LAUNCHES
+    turns = busiest_block(rows, longest, chunks, sequences, L, sm_count)
+    forward = chain_us(STEPS, rows * chunks, L * turns, sm_count) + ITEM * turns
+    others = rows * (segments_in_all(longest, chunks, sequences, L) - sequences)
+    return forward + transfers_us(SCAN_STEP, 2, others, L, sm_count) + BOUNDARY * (longest / L) + LAUNCHES
 
 
 def whole_backward_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
@@ -46,10 +51,10 @@ def whole_backward_us(rows: int, longest: int, chunks: int, sm_count: int) -> fl
 
 def split_backward_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> float:
     """Expected time of the scans of the backward with L chunks a segment, and of what goes between them."""
-    segments, places = segments_and_places(longest, chunks, sequences, L)
-    steps = L * -(-places * rows // sm_count)
+    steps = L * busiest_block(rows, longest, chunks, sequences, L, sm_count)
     scans = sum(chain_us(table, rows * chunks, steps, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
-    others = rows * (segments - sequences)           # all but the last of each sequence, or all but the first
+    # all but the last of each sequence, or all but the first
+    others = rows * (segments_in_all(longest, chunks, sequences, L) - sequences)
     transfers = transfers_us(SCAN_STEP, 2, others, L, sm_count) + transfers_us(TRANSFER_STEP, 1, others, L, sm_count)
     return scans + transfers + GRADIENT_BOUNDARY * (longest / L) + GRADIENT_LAUNCHES
 
@@ -59,13 +64,25 @@ def steps_of_wholes(rows: int, longest: int, chunks: int, sm_count: int) -> int:
     return max(longest, -(-chunks * rows // sm_count))
 
 
-def segments_and_places(longest: int, chunks: int, sequences: int, L: int) -> tuple[int, int]:
+def segments_in_all(longest: int, chunks: int, sequences: int, L: int) -> int:
     if sequences * longest == chunks:
-        segments = sequences * -(-longest // L)
-    else:
-        segments = chunks // L + sequences           # at most; how much each sequence leaves over is not known
-    # Each sequence has a place without a segment; with many of them the stride of the persistent blocks meets them unevenly.
-    return segments, segments if sequences <= 2 else chunks // L + sequences
+        return sequences * -(-longest // L)
+    return chunks // L + sequences                   # at most; how much each sequence leaves over is not known
+
+
+@functools.lru_cache(maxsize=4096)
+def busiest_block(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> int:
+    """Segments of the block that gets most of them, as the persistent kernels deal out items: to every sm_count-th place and row.
+
+    A place without a segment takes a turn like any other, so that one sequence more can mean a round more, or none."""
+    if sequences * longest != chunks or chunks * rows > MOST_ITEMS * L:
+        return -(-(chunks // L + sequences) * rows // sm_count)
+    taken = [0] * sm_count
+    for n in range(sequences):
+        first = n * (longest + 1) // L + n           # as in kernel_templates/macros/segments.py
+        for item in range(first * rows, (first + -(-longest // L)) * rows):
+            taken[item % sm_count] += 1
+    return max(taken)
 
 
 def chain_us(table: tuple[tuple[float, float], ...], chunks: int, steps: int, sm_count: int) -> float:
