@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 
-# Microseconds on an H200, fitted to 387 times of nine head pairs at seven sizes with every L (docs/performance.md): what the model
-# takes is 0.2 % slower than the best of them in the mean, 4.5 % at most. Only ratios matter.
+# Microseconds on an H200, fitted to 387 times of nine head pairs at seven sizes with every L (docs/performance.md): what the
+# model takes is 0.2 % slower than the best of them in the mean, 4.5 % at most. Only ratios matter.
 # register_state_forward, one chunk of an item, by the mean share of SMs at work: memory and the power limit slow full GPUs.
 STEPS = ((0.55, 2.0), (0.89, 2.5), (1.0, 2.9))
 ITEM = 2.9                               # and what every item costs beside its chunks
