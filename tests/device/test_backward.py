@@ -29,7 +29,8 @@ pytestmark = pytest.mark.gpu
 BOUNDS = {"q": 4.75e-3, "k": 6.5e-3, "v": 5.0e-3, "g": 6.9e-3, "beta": 4.9e-3, "initial_state": 2.9e-3}
 # Sums of dg, times something, over all tokens: these may cancel, so errors are told over the norm of what is added up, which is
 # at least that of the gradient of the logits. Half as much again as for dg itself: neighbouring tokens share operands.
-BOUNDS |= {"A_log": 10e-3, "dt_bias": 10e-3}
+# Those of A_log are those of dt_bias times softplus over sigmoid, about 2.
+BOUNDS |= {"A_log": 20e-3, "dt_bias": 10e-3}
 SUMS = ("A_log", "dt_bias")
 # beta = 1 erases wholly: V_new and dW are small differences of what was there and what comes. Both strategies have 5.0e-3.
 BOUNDS_BETA1 = BOUNDS | {"beta": 5.5e-3}
@@ -41,6 +42,11 @@ BOUNDS_COLLINEAR = BOUNDS | {"q": 12e-3, "v": 18e-3, "beta": 19e-3}
 BOUNDS_L2NORM = {name: 1.25 * bound for name, bound in BOUNDS.items()} | {"g": 11e-3}
 # Where zeros are exact, as dk and dv for beta = 0: the error over the norm of do. beta's floor of 2^-14 in fp16 is what is seen.
 BOUND_OF_ZERO = 1e-3
+# Gates of -21 a token leave 1e-9 of terms near 1 that cancel: such a gradient is held to the precision of fp32 sums, over do's norm.
+NEGLIGIBLE = 1e-7
+# With the gates of IN_KERNEL only the first tokens of a sequence reach its initial state, and few tokens have few roundings to
+# average over; segments add a product in tf32 each, the more the shorter they are (5.8e-3 for chunks of their own, 4.0e-3 else).
+BOUND_OF_SPLIT_INITIAL_STATE = 6.5e-3
 # Few tokens have few roundings to average over: dg of one sequence of 129 has 7.8e-3 by `chunked` and 10.0e-3 by `registers`.
 FEW_TOKENS, FEW_TOKENS_FACTOR = 160, 1.5
 
@@ -255,6 +261,9 @@ def check(
     for name, exact in expected.items():
         assert actual[name].isfinite().all(), name
         error = relative_l2(actual[name], exact)
+        if 0 < exact.norm() < NEGLIGIBLE * do.double().norm():
+            errors[name] = (actual[name].double() - exact).norm().item() / do.double().norm().item() / NEGLIGIBLE
+            continue
         if name in SUMS and exact.any():
             error *= exact.norm().item() / expected["g"].norm().item()
         errors[name] = error / bounds[name] if exact.any() else error / do.double().norm().item() / BOUND_OF_ZERO
@@ -283,7 +292,7 @@ def test_gradients_of_segments_match_float64_autograd(case: Case, split: int) ->
     fill_free_memory_with_nan()
     with computed_by("registers_split", split):
         actual, do = gradients_alone(call)
-    check(actual, expected_gradients(call), do, bounds_of(case))
+    check(actual, expected_gradients(call), do, bounds_of(case) | {"initial_state": BOUND_OF_SPLIT_INITIAL_STATE})
 
 
 def told(value: Any) -> str:
