@@ -42,7 +42,7 @@ BOUNDS_COLLINEAR = BOUNDS | {"q": 12e-3, "v": 18e-3, "beta": 19e-3}
 BOUNDS_L2NORM = {name: 1.25 * bound for name, bound in BOUNDS.items()} | {"g": 11e-3}
 # Where zeros are exact, as dk and dv for beta = 0: the error over the norm of do. beta's floor of 2^-14 in fp16 is what is seen.
 BOUND_OF_ZERO = 1e-3
-# Gates of -21 a token leave 1e-9 of terms near 1 that cancel: such a gradient is held to the precision of fp32 sums, over do's norm.
+# Gates of -21 a token leave 1e-9 of terms near 1 that cancel: such a gradient is held to what fp32 sums hold, over do's norm.
 NEGLIGIBLE = 1e-7
 # With the gates of IN_KERNEL only the first tokens of a sequence reach its initial state, and few tokens have few roundings to
 # average over; segments add a product in tf32 each, the more the shorter they are (5.8e-3 for chunks of their own, 4.0e-3 else).
