@@ -253,7 +253,6 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
                 "handle", "qla_load_transposed", T.address_of(do_registers[0]),
                 T.access_ptr(tiles.do[i % 2, 0, half * HALF], "r", C), lane_offset,
             )  # fmt: skip
-            signal(tiles.barriers, "do_free", 2, i)
             wait_full(tiles.barriers, "products", config.product_stages, i)
             T.call_extern(
                 "handle", "qla_load_pair", T.address_of(state_scale[0]), T.access_ptr(tiles.state_scale[gate_stage, 0], "r", 2)
@@ -274,6 +273,7 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             wait_full(tiles.barriers, "q", config.key_stages, i)
             T.wgmma_gemm(decayed, tiles.q[key_stage, :, :], state, policy=rows_policy)
             T.wait_wgmma(1)              # K dS' is there
+            signal(tiles.barriers, "do_free", 2, i)
             to_registers(ROWS, C, u, u_registers)
             T.call_extern(
                 "handle", "qla_scale_columns", T.address_of(u_registers[0]), T.address_of(factor[0]),

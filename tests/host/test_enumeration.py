@@ -71,18 +71,15 @@ def test_kernels_with_gradients_include_those_without():
     assert forward < both
     new = {request.template.name for request in both - forward}
     assert new == {
-        "gate_cumsum", "register_state_scan", "segment_plan", "register_gradient_scan", "segment_state_gradients",
-        "warpgroup_gradients", "l2norm_backward",
+        "gate_cumsum", "register_state_scan", "register_gradient_scan", "warpgroup_gradients", "l2norm_backward",
     }                                            # the others are those of the forward
 
 
-@pytest.mark.parametrize("strategy", ["registers", "registers_split"])
-def test_gradients_of_every_size_have_their_kernels(strategy):
+def test_gradients_of_every_size_have_their_kernels():
     variants = Variants(backward=True)
     kernels = set(enumeration.kernels(SHAPE, variants, records.ARCH, []))
     for facts in variants.calls(SHAPE):
-        with select.override(backward_strategy=strategy):
-            assert set(select.choose_backward(facts, records.ARCH).requests.values()) < kernels
+        assert set(select.choose_backward(facts, records.ARCH).requests.values()) < kernels
 
 
 @pytest.mark.parametrize("heads", [(3, 8), (0, 8), (2, 0)], ids=str)
