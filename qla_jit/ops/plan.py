@@ -384,9 +384,9 @@ STRATEGIES = {
     )
 }
 
-# Gradients come from one of these whatever strategy computes the outputs; the same order. registers_split stands before registers,
-# that is, it is there for who forces it: one run of its device tests on an H200 found dv of one head 2.4 % off with segments of
-# one chunk, where the run before had found nothing. A strategy is eligible because it was verified.
+# Gradients come from one of these whatever strategy computes the outputs; the same order. registers_split stands before
+# registers, that is, it is there for who forces it: one run of its device tests on an H200 found dv of one head 2.4 % off with
+# segments of one chunk, where the run before had found nothing. A strategy is eligible because it was verified.
 BACKWARD_STRATEGIES = {
     strategy.name: strategy
     for strategy in (
