@@ -136,9 +136,9 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
         *((state_scan.TEMPLATE, scan(K, V)) for K, V in MODEL_DIMS),
         *((chunk_output.TEMPLATE, output(K, V)) for K, V in MODEL_DIMS),
         (state_gradient_scan.TEMPLATE, gradient_scan(128, 128)),
-        (chunk_gradients.TEMPLATE, gradients(128, 128)),
     ]
 ] + [
+    (chunk_gradients.TEMPLATE, gradients(128, 128), SM90A),
     *((state_gradient_scan.TEMPLATE, gradient_scan(K, V), SM90A) for K, V in ((96, 192), (256, 512))),
     *((chunk_gradients.TEMPLATE, gradients(K, V), SM90A) for K, V in ((96, 192), (192, 96), (256, 512))),
     (state_gradient_scan.TEMPLATE, gradient_scan(128, 128, state_v_first=True, packed=False, dtype="float16"), SM90A),
@@ -240,6 +240,8 @@ def test_default_config_is_allowed_for_every_head_dim(template: Any, arch: Arch)
         "chunk_gradients": [gradients(K, V, C=C) for K, V, C in backward_sizes],
         "l2norm_backward": [l2norm_backward.Problem(K, "float16") for K in KEY_DIMS],
     }[template.TEMPLATE.name]
+    if arch.name not in template.TEMPLATE.arches:
+        pytest.skip(f"{template.TEMPLATE.name} is not written for {arch.name}")
     for problem in problems:
         config = template.TEMPLATE.default_config(problem, arch)
         assert template.TEMPLATE.rejection(problem, config, arch) is None, f"{problem} {config}"
