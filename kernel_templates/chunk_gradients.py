@@ -25,10 +25,12 @@ belong to no sequence get zeros.
 from dataclasses import dataclass
 
 from .arch import Arch
+from .chunk_output import warps_have_work
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
 from .macros.gates import LOG2E
 from .macros.sequences import locate_chunk
+from .state_scan import block_divides_values, padded_keys, pipeline_has_bulk_copies
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,6 @@ def arguments(problem: Problem) -> tuple[str, ...]:
         "q", "k", "v_new", "dv", "do", "states", "state_gradients", "g_sum", "beta_chunks", "cu_seqlens",
         "dq", "dk", "dg", "dbeta", "scale",
     )  # fmt: skip
-
-
-def padded_keys(problem: Problem) -> int:
-    """Columns of the Q and K tiles: swizzled tiles are 64 wide, so K = 96 carries 32 columns of zeros."""
-    return -(-problem.K // 64) * 64
 
 
 def block_k(problem: Problem) -> int:
@@ -102,30 +99,11 @@ def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (Role("all", config.threads, registers=min(255, accumulators + 24)),)
 
 
-def block_divides_values(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if problem.V % config.block_v:
-        return Rejection(f"block_v={config.block_v} does not divide V={problem.V}")
-    return None
-
-
 def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
     needed = problem.C * (5 * block_k(problem) + 2 * problem.C) // config.threads
     allowed = min(arch.registers_per_thread, arch.registers_per_sm // config.threads) - 24
     if needed > allowed:
         return Rejection(f"seven accumulators take {needed} registers a thread; {config.threads} threads have room for {allowed}")
-    return None
-
-
-def warps_have_work(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    tiles = problem.C * problem.C // 128                 # a warp multiplies 16 x 8 at least
-    if config.threads // 32 > tiles:
-        return Rejection(f"{config.threads // 32} warps share the {tiles} tiles of 16 x 8 of Q K^T")
-    return None
-
-
-def pipeline_has_bulk_copies(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if config.stages and not arch.has_bulk_copy:
-        return Rejection(f"stages={config.stages} needs bulk copies, which {arch.name} lacks: its wait counts are not constants")
     return None
 
 

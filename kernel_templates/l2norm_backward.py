@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from .arch import ARCHES, Arch
-from .contract import Buffer, Rejection, Role, Template, knob
-from .l2norm import THREADS, width
+from .arch import ARCHES
+from .contract import Buffer, Role, Template
+from .l2norm import THREADS, Config, default_config, row_pieces_are_whole, width
 from .language import T
 
 
@@ -12,11 +12,6 @@ from .language import T
 class Problem:
     K: int
     dtype: str
-
-
-@dataclass(frozen=True)
-class Config:
-    rows: int = knob(4, 8, 16, 32, why="rows of q and of k per block; the kernel only waits for memory")
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
@@ -29,16 +24,6 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
 
 def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (Role("rows", THREADS, registers=3 * config.rows * width(problem) // THREADS + 24),)
-
-
-def row_pieces_are_whole(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if config.rows * width(problem) % (THREADS * 8):
-        return Rejection(f"{config.rows} rows of {width(problem)} do not divide into 16-byte pieces for {THREADS} threads")
-    return None
-
-
-def default_config(problem: Problem, arch: Arch) -> Config:
-    return Config(rows=16 if problem.K <= 128 else 8)
 
 
 def build(problem: Problem, config: Config):

@@ -29,6 +29,7 @@ from .macros.register_outputs import (
     decay_inverse,
     diagonal_mask,
     emit_state,
+    store_state,
     sum_gates_backwards,
 )
 from .macros.register_roles import (
@@ -52,6 +53,7 @@ from .macros.register_roles import (
     wait_full,
 )
 from .macros.register_tiles import from_registers, row_lane_offset, to_registers, transposed_lane_offset
+from .register_state_forward import write_state
 
 
 @dataclass(frozen=True)
@@ -189,15 +191,6 @@ def read_state(problem, place, n, head, first_v, segment, last, final_state_grad
                         state[a, b] = final_state_gradient[n, head, first_v + a, b]
                     else:
                         state[a, b] = final_state_gradient[n, head, b, first_v + a]
-
-
-@macro
-def write_state(problem, n, head, first_v, state, initial_state_gradient):
-    for a, b in T.Parallel(ROWS, problem.K):
-        if problem.state_v_first:
-            initial_state_gradient[n, head, first_v + a, b] = state[a, b]
-        else:
-            initial_state_gradient[n, head, b, first_v + a] = state[a, b]
 
 
 @macro
@@ -463,16 +456,7 @@ def store_outputs(walk, tiles, state_gradients, dv, warm_chunks):
         for j in T.serial(chunks):
             chunk = chunks - 1 - j
             start = first + chunk * C
-            for half in T.unroll(2):
-                T.barrier_wait(tiles.barriers["s_full"][half], i % 2)
-                T.fence_proxy_async()    # on the reader's side of the barrier: the writers would wait for it
-                value = part * ROWS + half * HALF
-                T.tma_copy(tiles.s[2 * half, :, :], state_gradients[slot + chunk, head, value : value + HALF, 0:HALF])
-                T.tma_copy(
-                    tiles.s[2 * half + 1, :, :], state_gradients[slot + chunk, head, value : value + HALF, HALF : 2 * HALF]
-                )
-                T.tma_store_wait(0)
-                T.barrier_arrive(tiles.barriers["s_free"][half])
+            store_state(tiles, i, state_gradients, slot + chunk, head, part)
             for half in T.unroll(2):
                 T.barrier_wait(tiles.barriers["dw_full"][half], i % 2)
                 T.fence_proxy_async()

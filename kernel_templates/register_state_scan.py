@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
-from .macros.register_outputs import PRELUDE, decay_inverse, diagonal_mask, emit_state
+from .macros.register_outputs import PRELUDE, decay_inverse, diagonal_mask, emit_state, store_state
 from .macros.register_roles import (
     AUX,
     GAMMA,
@@ -35,12 +35,12 @@ from .macros.register_roles import (
     load_rows,
     shapes_are_covered,
     signal,
-    sum_gates,
     values_minus_decayed,
     wait_free,
     wait_full,
 )
 from .macros.register_tiles import row_lane_offset, to_registers, transposed_lane_offset
+from .register_state_forward import load_keys, prepare_gates, read_state
 
 
 @dataclass(frozen=True)
@@ -143,20 +143,6 @@ def emit_values(tiles, half, parity, v_new, registers, lane_offset):
         "handle", "qla_store_transposed", T.address_of(registers[0]), T.access_ptr(tiles.v_new[half, 0, 0], "r", HALF * HALF),
         lane_offset,
     )  # fmt: skip
-
-
-@macro
-def read_state(problem, place, head, first_v, initial_state, state):
-    if problem.split:
-        T.copy(initial_state[place, head, first_v : first_v + ROWS, 0 : problem.K], state)
-    elif problem.initial_state_dtype is None:
-        T.clear(state)
-    else:
-        for a, b in T.Parallel(ROWS, problem.K):
-            if problem.state_v_first:
-                state[a, b] = T.cast(initial_state[place, head, first_v + a, b], "float32")
-            else:
-                state[a, b] = T.cast(initial_state[place, head, b, first_v + a], "float32")
 
 
 @macro
@@ -292,32 +278,6 @@ def make_products(config, walk, tiles, thread):
 
 
 @macro
-def load_keys(config, walk, tiles, k, Ab):
-    problem, C = walk.problem, walk.problem.C
-    i = T.alloc_var("int32")
-    tails = T.alloc_var("int32")
-    i = 0
-    tails = 0
-    for step in T.serial(walk.steps):
-        place, head, _part = walk.coordinates(step)
-        _n, row, first, length, slot, _segment, _last = bounds_of(walk, place)
-        for j in T.serial(T.max(T.ceildiv(length, C), 0)):
-            stage = i % config.key_stages
-            wait_free(tiles.barriers, "k", config.key_stages, i)
-            load_rows(
-                k, row, first + j * C, head // (problem.HV // problem.H), 0, problem.K, length - j * C, C,
-                tiles.k, stage, tiles.barriers, "k_full", 0, tails,
-            )  # fmt: skip
-            if length - j * C < C:
-                tails = tails + 1
-            signal(tiles.barriers, "k_full", config.key_stages, i)
-            wait_free(tiles.barriers, "Ab", 2, i)
-            T.tma_copy(Ab[slot + j, head, 0:C, 0:C], tiles.Ab[i % 2, :, :], barrier=tiles.barriers["Ab_full"][i % 2])
-            signal(tiles.barriers, "Ab_full", 2, i)
-            i = i + 1
-
-
-@macro
 def load_values(walk, tiles, v):
     C = walk.problem.C
     i = T.alloc_var("int32")
@@ -337,23 +297,6 @@ def load_values(walk, tiles, v):
                 tails = tails + 1
             signal(tiles.barriers, "v_full", 2, i)
             i = i + 1
-
-
-@macro
-def prepare_gates(walk, tiles, lane, g, A_log, dt_bias):
-    problem, C = walk.problem, walk.problem.C
-    i = T.alloc_var("int32")
-    i = 0
-    for step in T.serial(walk.steps):
-        place, head, _part = walk.coordinates(step)
-        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
-        chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
-        sum_gates(
-            problem, row, first, first + length, chunks, head, lane, 1.0, g, A_log, dt_bias,
-            tiles.gates, tiles.state_scale, tiles.barriers, i,
-        )  # fmt: skip
-        i = i + chunks
 
 
 @macro
@@ -380,14 +323,7 @@ def store_outputs(walk, tiles, states, v_new):
         for j in T.serial(chunks):
             if j > 0:
                 store_values(problem, tiles, i - 1, slot + j - 1, head, part, v_new)
-            for half in T.unroll(2):
-                T.barrier_wait(tiles.barriers["s_full"][half], i % 2)
-                T.fence_proxy_async()
-                row = part * ROWS + half * HALF
-                T.tma_copy(tiles.s[2 * half, :, :], states[slot + j, head, row : row + HALF, 0:HALF])
-                T.tma_copy(tiles.s[2 * half + 1, :, :], states[slot + j, head, row : row + HALF, HALF : 2 * HALF])
-                T.tma_store_wait(0)
-                T.barrier_arrive(tiles.barriers["s_free"][half])
+            store_state(tiles, i, states, slot + j, head, part)
             i = i + 1
         if chunks > 0:
             store_values(problem, tiles, i - 1, slot + chunks - 1, head, part, v_new)
@@ -438,7 +374,7 @@ def build(problem: Problem, config: Config):
                 if thread < 416:
                     load_keys(config, walk, tiles, k, Ab)
                 elif thread < 448:
-                    prepare_gates(walk, tiles, thread - 416, g, A_log, dt_bias)
+                    prepare_gates(walk, tiles, thread - 416, 1.0, g, A_log, dt_bias)
                 elif thread < 480:
                     store_outputs(walk, tiles, states, v_new)
                 else:

@@ -13,10 +13,11 @@ is wanted or not, as in segment_states.
 from dataclasses import dataclass
 
 from .arch import ARCHES, Arch
-from .contract import Buffer, Rejection, Role, Template, knob
+from .contract import Buffer, Template, knob
 from .language import T
 from .macros.segments import first_place
 from .macros.sequences import sequence_bounds
+from .segment_states import THREADS, block_divides_values, roles
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,6 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
         Buffer("own", (config.block_v, K), "float32", config.stages),
         Buffer("gradient_tile", (config.block_v, K), "float32"),
     )
-
-
-THREADS = 128
-
-
-def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
-    return (Role("all", THREADS, registers=2 * config.block_v * problem.K // THREADS + 64),)
-
-
-def block_divides_values(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if problem.V % config.block_v:
-        return Rejection(f"block_v={config.block_v} does not divide V={problem.V}")
-    return None
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:

@@ -20,6 +20,7 @@ from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
 from .macros.gates import LOG2E
 from .macros.sequences import sequence_bounds
+from .state_scan import block_divides_values, padded_keys, pipeline_has_bulk_copies, stages_are_aligned
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,6 @@ def arguments(problem: Problem) -> tuple[str, ...]:
         "q", "k", "do", "A", "g_sum", "cu_seqlens", "final_state_gradient", "state_gradients", "dv", "initial_state_gradient",
         "scale",
     )  # fmt: skip
-
-
-def padded_keys(problem: Problem) -> int:
-    """Rows of dS in the block: a warpgroup multiplies 64 rows at a time, so K = 96 carries 32 rows of zeros."""
-    return -(-problem.K // 64) * 64
 
 
 CHUNK_TILES = 5                          # of what is loaded for a chunk
@@ -88,28 +84,10 @@ def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (Role("all", config.threads, registers=min(255, accumulators + 64)),)
 
 
-def block_divides_values(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if problem.V % config.block_v:
-        return Rejection(f"block_v={config.block_v} does not divide V={problem.V}")
-    return None
-
-
 def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
     needed = (padded_keys(problem) * config.block_v + problem.C * max(problem.C, config.block_v)) // config.threads
     if needed > 160:                     # dS and one product; beyond that the compiler spills inside the loop
         return Rejection(f"dS and one product take {needed} registers a thread; 160 leave room for operands")
-    return None
-
-
-def pipeline_has_bulk_copies(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if config.stages and not arch.has_bulk_copy:
-        return Rejection(f"stages={config.stages} needs bulk copies, which {arch.name} lacks: its wait counts are not constants")
-    return None
-
-
-def stages_are_aligned(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if config.stages > 1 and problem.C * 4 % 128:
-        return Rejection(f"stage 1 of the gates would begin at byte {problem.C * 4}; a bulk copy begins at multiples of 128")
     return None
 
 

@@ -112,6 +112,19 @@ def emit_state(tiles, half, parity, state, registers, lane_offset, factor):
     T.barrier_arrive(tiles.barriers["s_full"][half])
 
 
+@macro
+def store_state(tiles, i, states, slot, head, part):
+    # what emit_state left in the tiles before the i-th chunk of the block, to memory
+    for half in T.unroll(2):
+        T.barrier_wait(tiles.barriers["s_full"][half], i % 2)
+        T.fence_proxy_async()            # on the reader's side of the barrier: the writers would wait for it
+        value = part * ROWS + half * HALF
+        T.tma_copy(tiles.s[2 * half, :, :], states[slot, head, value : value + HALF, 0:HALF])
+        T.tma_copy(tiles.s[2 * half + 1, :, :], states[slot, head, value : value + HALF, HALF : 2 * HALF])
+        T.tma_store_wait(0)
+        T.barrier_arrive(tiles.barriers["s_free"][half])
+
+
 # Rows of the gates tile of a scan that runs backwards over tokens i: gamma 2^-c' for dU, (gamma_L / gamma) 2^c for K dS',
 # scale gamma 2^-c' for dO; the last row, log2 gamma, is that of register_roles. The state is 2^c times the accumulators before
 # the chunk, and 2^c' times those behind it.

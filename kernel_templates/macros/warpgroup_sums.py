@@ -1,0 +1,116 @@
+"""Device helpers of warpgroup_gradients: masked score gradients, sums over rows and columns of accumulators, and dg from them."""
+
+from .register_tiles import PRELUDE as TILES
+
+# Rows of the sums tile, over tokens: Z by row, Z by column from each of four warps, the diagonal, Q o dQ_S, K o (dK_U - dK_S),
+# K o dK_S; behind them sum(S o dS') of each of four warps.
+BY_ROW, BY_COLUMN, DIAGONAL, QUERIES, KEYS, KEYS_STATE, OVERLAP = 0, 1, 5, 6, 7, 8, 9
+
+PRELUDE = TILES + r"""
+QLA_DEVICE void qla_store_one(float* to, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(qla_shared(to, 0)), "f"(x) : "memory");
+}
+// x = factor exp2(row - column) o x on and below the diagonal (below it only, if strict), 0 elsewhere and from row `valid` on;
+// into a swizzled 64 x 64 tile in bf16. What is not wanted is chosen away: it may be NaN.
+QLA_DEVICE void qla_score_gradient(float* x, void* tile, int offset, const float* row, const float* column, float factor,
+                                   int strict, int valid) {
+  int lane = threadIdx.x & 31, upper = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2), first = 2 * (lane & 3);
+  QLA_UNROLL for (int i = 0; i < 4; ++i) {
+    float* v = x + 8 * i;
+    QLA_UNROLL for (int e = 0; e < 8; ++e) {
+      int a = upper + 8 * ((e >> 1) & 1), b = 16 * i + first + (e & 1) + 8 * (e >> 2);
+      float y = v[e] * factor * qla_exp2(row[(e >> 1) & 1] - column[4 * i + 2 * (e >> 2) + (e & 1)]);
+      v[e] = a >= b + strict && a < valid ? y : 0.0f;
+    }
+    qla_store_matrix(tile, offset ^ (i << 5), qla_pack(v[0], v[1]), qla_pack(v[2], v[3]), qla_pack(v[4], v[5]),
+                     qla_pack(v[6], v[7]));
+  }
+}
+// The diagonal of a 64 x 64 accumulator.
+QLA_DEVICE void qla_store_diagonal(const float* x, float* to) {
+  int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  QLA_UNROLL for (int i = 0; i < 4; ++i) QLA_UNROLL for (int e = 0; e < 8; ++e) {
+    int a = (lane >> 2) + 8 * ((e >> 1) & 1), b = 2 * (lane & 3) + (e & 1) + 8 * (e >> 2);
+    if (i == warp && a == b) qla_store_one(to + 16 * i + a, x[8 * i + e]);
+  }
+}
+// The sums of x o y by row and by column, for this thread's two rows and 16 columns. Without the diagonal, which adds the same
+// to both: where gates are closed it is all that there is.
+QLA_DEVICE void qla_add_products(const float* x, const float* y, float* rows, float* columns) {
+  int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  QLA_UNROLL for (int i = 0; i < 4; ++i) QLA_UNROLL for (int e = 0; e < 8; ++e) {
+    int a = (lane >> 2) + 8 * ((e >> 1) & 1), b = 2 * (lane & 3) + (e & 1) + 8 * (e >> 2);
+    float z = i == warp && a == b ? 0.0f : x[8 * i + e] * y[8 * i + e];
+    rows[(e >> 1) & 1] += z;
+    columns[4 * i + 2 * (e >> 2) + (e & 1)] += z;
+  }
+}
+QLA_DEVICE void qla_store_rows(float* rows, float* to) {
+  int lane = threadIdx.x & 31, upper = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2);
+  QLA_UNROLL for (int h = 0; h < 2; ++h) {
+    rows[h] += __shfl_xor_sync(~0u, rows[h], 1);
+    rows[h] += __shfl_xor_sync(~0u, rows[h], 2);
+    if ((lane & 3) == 0) qla_store_one(to + upper + 8 * h, rows[h]);
+  }
+}
+// One row of `to` for each of the four warps.
+QLA_DEVICE void qla_store_columns(float* columns, float* to) {
+  int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  QLA_UNROLL for (int c = 0; c < 16; ++c) {
+    QLA_UNROLL for (int step = 4; step < 32; step *= 2) columns[c] += __shfl_xor_sync(~0u, columns[c], step);
+    if (lane < 4) qla_store_one(to + 64 * warp + 8 * (c >> 1) + 2 * lane + (c & 1), columns[c]);
+  }
+}
+// total += factor(row) x for 64 columns, and rows += what was added times a swizzled tile of the same shape.
+QLA_DEVICE void qla_add_scaled_rows(const float* x, float* total, const void* tile, int offset, float upper, float lower,
+                                    float* rows) {
+  QLA_UNROLL for (int i = 0; i < 4; ++i) {
+    unsigned pairs[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3]) : "r"(qla_shared(tile, offset ^ (i << 5))));
+    QLA_UNROLL for (int p = 0; p < 4; ++p) {
+      const float* v = x + 8 * i + 2 * p;
+      float f = p & 1 ? lower : upper, low = f * v[0], high = f * v[1];
+      total[8 * i + 2 * p] += low;
+      total[8 * i + 2 * p + 1] += high;
+      rows[p & 1] += low * __uint_as_float(pairs[p] << 16) + high * __uint_as_float(pairs[p] & 0xffff0000u);
+    }
+  }
+}
+// The sum of x o y over two tiles of 128 x 128 in bf16 that are swizzled alike; one number for each warp of the warpgroup.
+QLA_DEVICE void qla_store_overlap(const void* x, const void* y, float* to) {
+  int thread = threadIdx.x & 127;
+  float sum = 0.0f;
+  QLA_UNROLL for (int i = 0; i < 16; ++i) {
+    unsigned a[4], b[4];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(qla_shared(x, 16 * thread + 2048 * i)));
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(qla_shared(y, 16 * thread + 2048 * i)));
+    QLA_UNROLL for (int j = 0; j < 4; ++j)
+      sum += __uint_as_float(a[j] << 16) * __uint_as_float(b[j] << 16) +
+             __uint_as_float(a[j] & 0xffff0000u) * __uint_as_float(b[j] & 0xffff0000u);
+  }
+  QLA_UNROLL for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if ((thread & 31) == 0) qla_store_one(to + (thread >> 5), sum);
+}
+// dg of tokens `lane` and `lane + 32` of the chunk, from the sums tile.
+QLA_DEVICE void qla_gate_gradient(float* dg, const float* sums, float last_gamma, int valid) {
+  int lane = threadIdx.x & 31;
+  float at_end = 0.0f, d[2];
+  QLA_UNROLL for (int h = 0; h < 2; ++h) {
+    const float* s = sums + lane + 32 * h;
+    float z = s[0] - (s[64] + s[128] + s[192] + s[256]);
+    d[h] = lane + 32 * h < valid ? z + s[384] + s[448] : 0.0f;
+    at_end += lane + 32 * h < valid ? s[512] : 0.0f;
+  }
+  QLA_UNROLL for (int step = 1; step < 32; step *= 2) at_end += __shfl_xor_sync(~0u, at_end, step);
+  at_end += last_gamma * (sums[576] + sums[577] + sums[578] + sums[579]);
+  QLA_UNROLL for (int step = 1; step < 32; step *= 2) {
+    float a = __shfl_down_sync(~0u, d[0], step), b = __shfl_down_sync(~0u, d[1], step);
+    if (lane + step < 32) { d[0] += a; d[1] += b; }
+  }
+  dg[0] = d[0] + __shfl_sync(~0u, d[1], 0) + at_end;
+  dg[1] = d[1] + at_end;
+}
+"""
