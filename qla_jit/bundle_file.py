@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import hashlib
 import importlib.metadata
 import io
 import os
@@ -130,7 +129,7 @@ def pack(directory: Path, out: Path, *, signing_key: Path | None = None) -> Pack
         nvcc=sorted({str(key.nvcc) for key in keys}),
         arch=sorted({key.arch for key in keys}),
         machine=sorted({key.machine for key in keys}),
-        files={name: _stamp(path.read_bytes()) for name, path in contents.items()},
+        files={name: FileStamp.of(path.read_bytes()) for name, path in contents.items()},
     )
     text = manifest.model_dump_json(indent=1).encode()
     signature = None if signing_key is None else sign(text, signing_key)
@@ -145,7 +144,7 @@ def pack(directory: Path, out: Path, *, signing_key: Path | None = None) -> Pack
             except BaseException:
                 os.unlink(file.name)
                 raise
-        return Packed(manifest, _stamp(out.read_bytes()), signature is not None)
+        return Packed(manifest, FileStamp.of(out.read_bytes()), signature is not None)
     except OSError as error:
         raise EnvironmentUnsuitable(f"{out} cannot be written: {error.strerror}; name another file") from None
 
@@ -278,7 +277,7 @@ def _install(tar: _Members, directory: Path, keys: Sequence[Ed25519PublicKey], *
     with _staging(directory) as staging:
         for name, stamp in sorted(manifest.files.items()):
             data = tar.read(name, stamp.size)
-            if _stamp(data) != stamp:
+            if FileStamp.of(data) != stamp:
                 raise BundleError(f"{name} is not the file that was packed")
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             kernel_store.write_durably(staging / name, data)
@@ -323,7 +322,7 @@ def _holds(directory: Path, text: bytes, manifest: BundleManifest) -> bool:
         there = {path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if not path.is_dir()}
     except OSError:
         return False
-    return there.pop(MANIFEST, None) == text and {name: _stamp(data) for name, data in there.items()} == manifest.files
+    return there.pop(MANIFEST, None) == text and {name: FileStamp.of(data) for name, data in there.items()} == manifest.files
 
 
 def _usable(directory: Path, manifest: BundleManifest) -> int:
@@ -367,7 +366,3 @@ def _open_to_readers(staging: Path) -> None:
             os.chmod(Path(folder, name), 0o644)
         os.chmod(folder, 0o755)
         kernel_store.sync_directory(Path(folder))
-
-
-def _stamp(data: bytes) -> FileStamp:
-    return FileStamp(size=len(data), sha256=hashlib.sha256(data).hexdigest())

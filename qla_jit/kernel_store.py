@@ -77,6 +77,10 @@ class FileStamp(BaseModel):
     size: int
     sha256: str
 
+    @classmethod
+    def of(cls, data: bytes) -> FileStamp:
+        return cls(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
 
 class Manifest(BaseModel):
     """What an entry must contain."""
@@ -115,7 +119,7 @@ def store(build: Path, key: KernelKey) -> Path | None:
 
     try:
         contents = {name: (build / name).read_bytes() for name in ARTEFACTS}
-        manifest = Manifest(key=key, files={name: _stamp(data) for name, data in contents.items()})
+        manifest = Manifest(key=key, files={name: FileStamp.of(data) for name, data in contents.items()})
         contents[MANIFEST] = manifest.model_dump_json(indent=1).encode()
         return entry if twice(publish) else None
     except OSError as error:
@@ -306,7 +310,7 @@ def _check(entry: Path, key: KernelKey) -> Manifest:
     if set(manifest.files) != set(ARTEFACTS):
         raise ValueError(f"{MANIFEST} lists {sorted(manifest.files)}, expected {sorted(ARTEFACTS)}")
     for name, stamp in manifest.files.items():
-        if _stamp(_read(entry / name, at_most=stamp.size)) != stamp:
+        if FileStamp.of(_read(entry / name, at_most=stamp.size)) != stamp:
             raise ValueError(f"{name} is not the file that was stored")
     return manifest
 
@@ -315,10 +319,6 @@ def _read(path: Path, *, at_most: int) -> bytes:
     """The bytes of a file, cut off where it is larger than it may be. Does not wait for a pipe that stands in its place."""
     with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         return file.read(min(at_most, os.fstat(file.fileno()).st_size) + 1)
-
-
-def _stamp(data: bytes) -> FileStamp:
-    return FileStamp(size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def _pass_over(entry: Path, error: Exception) -> None:

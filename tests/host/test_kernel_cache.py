@@ -315,7 +315,7 @@ def test_an_executable_that_cannot_be_loaded_here_is_damage_too(compiled, cache,
     data = bytearray((entry / "executable.so").read_bytes())
     data[18:20] = (183).to_bytes(2, "little")                            # the ELF header says aarch64, and the manifest agrees
     rewrite(entry / "executable.so", data)
-    edit_manifest(lambda m: m["files"]["executable.so"].update(kernel_store._stamp(bytes(data)).model_dump()))(entry)
+    edit_manifest(lambda m: m["files"]["executable.so"].update(kernel_store.FileStamp.of(bytes(data)).model_dump()))(entry)
     assert_launches(*get([request()]))
     assert len(compiled) == 1
 
