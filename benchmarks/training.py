@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from systems import System
@@ -37,11 +38,19 @@ def make_cotangents(x: Inputs, *, seed: int = 0) -> Cotangents:
 
 
 def autograd_step(
-    x: Inputs, y: Cotangents, operation: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    x: Inputs, y: Cotangents, operation: Callable[..., tuple[torch.Tensor, torch.Tensor]], **more: Any
 ) -> Callable[[], Gradients]:
-    """operation takes (q, k, v, g, beta, initial_state) and gives (o, final_state)."""
+    """operation: the library's chunk_gated_delta_rule. more: what it takes beside the arguments that all of them have."""
     leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v, x.g, x.beta, x.initial_state)]
-    return lambda: torch.autograd.grad(operation(*leaves), leaves, (y.do, y.dht))
+
+    def step() -> Gradients:
+        *arguments, initial_state = leaves
+        outputs = operation(
+            *arguments, initial_state=initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens, **more
+        )
+        return torch.autograd.grad(outputs, leaves, (y.do, y.dht))
+
+    return step
 
 
 def qla_jit_calls(x: Inputs, y: Cotangents) -> Calls:
@@ -54,13 +63,7 @@ def qla_jit_calls(x: Inputs, y: Cotangents) -> Calls:
         )
         return found.q, found.k, found.v, found.g, found.beta, found.initial_state
 
-    def operation(q, k, v, g, beta, initial_state):
-        return qla_jit.chunk_gated_delta_rule(
-            q, k, v, g, beta, initial_state=initial_state, output_final_state=True,
-            cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_seqlens_cpu,
-        )
-
-    return Calls(gradients, autograd_step(x, y, operation))
+    return Calls(gradients, autograd_step(x, y, qla_jit.chunk_gated_delta_rule, cu_seqlens_cpu=x.cu_seqlens_cpu))
 
 
 def flash_qla_calls(x: Inputs, y: Cotangents) -> Calls:
@@ -76,12 +79,7 @@ def flash_qla_calls(x: Inputs, y: Cotangents) -> Calls:
         )
         return dq, dk, dv, dg, dbeta, dh0
 
-    def operation(q, k, v, g, beta, initial_state):
-        return chunk_gated_delta_rule(
-            q, k, v, g, beta, initial_state=initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens
-        )
-
-    return Calls(gradients, autograd_step(x, y, operation))
+    return Calls(gradients, autograd_step(x, y, chunk_gated_delta_rule))
 
 
 def fla_calls(x: Inputs, y: Cotangents) -> Calls:
@@ -102,12 +100,7 @@ def fla_calls(x: Inputs, y: Cotangents) -> Calls:
         )
         return dq, dk, dv, dg, dbeta, dh0
 
-    def operation(q, k, v, g, beta, initial_state):
-        return chunk_gated_delta_rule(
-            q, k, v, g, beta, initial_state=initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens
-        )
-
-    return Calls(gradients, autograd_step(x, y, operation))
+    return Calls(gradients, autograd_step(x, y, chunk_gated_delta_rule))
 
 
 TRAINING_SYSTEMS = (

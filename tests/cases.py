@@ -160,3 +160,8 @@ def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """||actual - expected|| / ||expected||; the absolute error where nothing but zeros is expected."""
     error, size = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
     return error / size if size else error
+
+
+def fill_free_memory_with_nan() -> None:
+    """Whatever the next call on the GPU allocates and does not write shows as NaN."""
+    torch.full((64 * 2**20,), float("nan"), device="cuda")

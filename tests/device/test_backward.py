@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GATES, RAGGED_LENGTHS, Case, arguments, oracle, relative_l2
+from cases import GATES, RAGGED_LENGTHS, Case, arguments, fill_free_memory_with_nan, oracle, relative_l2
 
 import qla_jit
 from qla_jit import kernel_cache, select
@@ -268,11 +268,6 @@ def check(
             error *= exact.norm().item() / expected["g"].norm().item()
         errors[name] = error / bounds[name] if exact.any() else error / do.double().norm().item() / BOUND_OF_ZERO
     assert max(errors.values()) <= 1, {name: f"{share:.2f} of its bound" for name, share in errors.items()}
-
-
-def fill_free_memory_with_nan() -> None:
-    """Whatever the next call allocates and does not write shows as NaN."""
-    torch.full((64 * 2**20,), float("nan"), device="cuda")
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for case in CASES for name in strategies_of(case)], ids=str)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import GATES, RAGGED_LENGTHS, Case, arguments, oracle, relative_l2
+from cases import GATES, RAGGED_LENGTHS, Case, arguments, fill_free_memory_with_nan, oracle, relative_l2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -95,11 +95,6 @@ def bounds_of(case: Case) -> tuple[float, float]:
     if case.betas == "beta2":
         return BOUNDS_BETA2
     return BOUNDS_COLLINEAR if case.keys == "collinear" else BOUNDS
-
-
-def fill_free_memory_with_nan() -> None:
-    """Whatever the next call allocates and does not write shows as NaN."""
-    torch.full((64 * 2**20,), float("nan"), device="cuda")
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for case in CASES for name in strategies_of(case)], ids=str)

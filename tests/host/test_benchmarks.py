@@ -1,24 +1,10 @@
 """Do the benchmarks keep their books: what is measured, what is merged, where a run stops, what is published?"""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name):
-    """A module of benchmarks/, which are scripts that import each other by plain name."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.pop(0)
-
+from scripts import ROOT, script
 
 fill_numbers, forward, results, systems, timing, workload = map(
     script, ("fill_numbers", "forward", "results", "systems", "timing", "workload")

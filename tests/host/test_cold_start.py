@@ -1,6 +1,5 @@
 """Does the cold-start benchmark keep its books: what it runs, what it refuses to call a load, and what it writes down?"""
 
-import importlib
 import json
 import os
 import re
@@ -11,17 +10,7 @@ from pathlib import Path
 
 import pytest
 from entries import put
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name):
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.pop(0)
-
+from scripts import ROOT, script
 
 cold_start, fill_numbers, results = map(script, ("cold_start", "fill_numbers", "results"))
 
