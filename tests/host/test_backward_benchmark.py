@@ -6,6 +6,8 @@ import pytest
 import torch
 from test_benchmarks import FakeClock, script
 
+from qla_jit import reference
+
 backward, fill_numbers, forward, results, systems, timing, training, workload = map(
     script, ("backward", "fill_numbers", "forward", "results", "systems", "timing", "training", "workload")
 )
@@ -45,6 +47,20 @@ def test_each_gradient_is_held_against_float64_and_a_system_that_cannot_is_recor
     assert all(1e-8 < error < 3e-3 for error in errors.values()), errors         # bf16 gradients of a float32 reference
     assert errors["dg"] < 1e-5
     assert found["qla_jit"] == {"peak_bytes": 1000, "ms": 0.25, "step_ms": 6}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3], ids=lambda heads: f"{heads}-heads-at-a-time")
+def test_the_exact_gradients_are_those_of_the_whole_call(monkeypatch, heads):
+    row = workload.Row(3, 6, (65, 3))
+    x = workload.make_inputs(row, device="cpu")
+    y = training.make_cotangents(x)
+    chunks, heads_per_key = 3, 2
+    monkeypatch.setattr(backward, "ORACLE_BYTES", heads * backward.ORACLE_BYTES_PER_CHUNK * chunks * heads_per_key)
+    leaves = [t.double().requires_grad_() for t in (x.q, x.k, x.v, x.g, x.beta, x.initial_state)]
+    outputs = reference.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], cu_seqlens=x.cu_seqlens_cpu)
+    whole = torch.autograd.grad(outputs, leaves, (y.do.double(), y.dht.double()))
+    for name, found, expected in zip(training.NAMES, backward.float64_gradients(x, y), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_the_step_gives_the_gradients_of_the_low_level_half():
