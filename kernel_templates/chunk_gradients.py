@@ -25,12 +25,20 @@ belong to no sequence get zeros.
 from dataclasses import dataclass
 
 from .arch import Arch
-from .chunk_output import warps_have_work
-from .contract import Buffer, Rejection, Role, Template, knob
+from .contract import (
+    Buffer,
+    Rejection,
+    Role,
+    Template,
+    block_divides_values,
+    knob,
+    pipeline_has_bulk_copies,
+    warps_have_work,
+)
 from .language import T, macro
 from .macros.gates import LOG2E
 from .macros.sequences import locate_chunk
-from .state_scan import block_divides_values, padded_keys, pipeline_has_bulk_copies
+from .state_scan import padded_keys
 
 
 @dataclass(frozen=True)
@@ -109,11 +117,7 @@ def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
     widest = 32 if problem.V % 64 else 64
-    threads = 256
-    for config in (Config(v, threads, stages) for v in (widest, 32) for stages in (2, 1, 0)):
-        if TEMPLATE.rejection(problem, config, arch) is None:
-            break
-    return config
+    return TEMPLATE.first_allowed(problem, arch, (Config(v, 256, stages) for v in (widest, 32) for stages in (2, 1, 0)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ rows that are no token of the sequence are not stored. Tokens behind the last pa
 from dataclasses import dataclass
 
 from .arch import ARCHES, Arch
-from .contract import Buffer, Rejection, Role, Template, knob
+from .contract import Buffer, Role, Template, block_divides_values, knob, warps_have_work
 from .language import T, macro
 from .macros.gates import LOG2E
 from .macros.sequences import locate_chunk
@@ -57,25 +57,9 @@ def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (Role("all", config.threads, registers=accumulators + 48),)
 
 
-def block_divides_values(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if problem.V % config.block_v:
-        return Rejection(f"block_v={config.block_v} does not divide V={problem.V}")
-    return None
-
-
-def warps_have_work(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    tiles = problem.C * problem.C // 128                 # a warp multiplies 16 x 8 at least
-    if config.threads // 32 > tiles:
-        return Rejection(f"{config.threads // 32} warps share the {tiles} tiles of 16 x 8 of Q K^T")
-    return None
-
-
 def default_config(problem: Problem, arch: Arch) -> Config:
-    for block_v in (128, 64, 96, 32):
-        config = Config(block_v=block_v, threads=64 if problem.C == 16 else 128)
-        if TEMPLATE.rejection(problem, config, arch) is None:
-            break
-    return config
+    threads = 64 if problem.C == 16 else 128
+    return TEMPLATE.first_allowed(problem, arch, (Config(block_v, threads) for block_v in (128, 64, 96, 32)))
 
 
 @macro

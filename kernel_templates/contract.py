@@ -1,4 +1,4 @@
-"""What a kernel template must say of itself, and the budget checks that follow from it."""
+"""What a kernel template must say of itself, the budget checks that follow from it, and constraints that several declare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,13 @@ class Template:
             if self.rejection(problem, config, arch) is None:
                 yield config
 
+    def first_allowed(self, problem: Any, arch: Arch, configs: Iterable[Any]) -> Any:
+        """The first of some configs that the constraints allow; if they allow none, the last, whose rejection says why."""
+        for config in configs:
+            if self.rejection(problem, config, arch) is None:
+                break
+        return config
+
     def source_sha256(self) -> str:
         """Hash of the text that decides the generated code: the template's file and all that it imports from this package."""
         digest = hashlib.sha256()
@@ -128,6 +135,31 @@ class Template:
         if threads > arch.threads_per_block:
             return Rejection(f"needs {threads} threads a block; {arch.name} allows {arch.threads_per_block}")
         return None
+
+
+def block_divides_values(problem: Any, config: Any, arch: Arch) -> Rejection | None:
+    if problem.V % config.block_v:
+        return Rejection(f"block_v={config.block_v} does not divide V={problem.V}")
+    return None
+
+
+def warps_have_work(problem: Any, config: Any, arch: Arch) -> Rejection | None:
+    tiles = problem.C * problem.C // 128                 # a warp multiplies 16 x 8 at least
+    if config.threads // 32 > tiles:
+        return Rejection(f"{config.threads // 32} warps share the {tiles} tiles of 16 x 8 of Q K^T")
+    return None
+
+
+def pipeline_has_bulk_copies(problem: Any, config: Any, arch: Arch) -> Rejection | None:
+    if config.stages and not arch.has_bulk_copy:
+        return Rejection(f"stages={config.stages} needs bulk copies, which {arch.name} lacks: its wait counts are not constants")
+    return None
+
+
+def stages_are_aligned(problem: Any, config: Any, arch: Arch) -> Rejection | None:
+    if config.stages > 1 and problem.C * 4 % 128:
+        return Rejection(f"stage 1 of the gates would begin at byte {problem.C * 4}; a bulk copy begins at multiples of 128")
+    return None
 
 
 _RELATIVE_IMPORT = re.compile(r"^from (\.{1,2})([\w.]+) import", re.MULTILINE)

@@ -13,11 +13,12 @@ is wanted or not, as in segment_states.
 from dataclasses import dataclass
 
 from .arch import ARCHES, Arch
-from .contract import Buffer, Template, knob
+from .contract import Buffer, Role, Template, block_divides_values, knob
 from .language import T
 from .macros.segments import first_place
 from .macros.sequences import sequence_bounds
-from .segment_states import THREADS, block_divides_values, roles
+
+THREADS = 128
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
         Buffer("own", (config.block_v, K), "float32", config.stages),
         Buffer("gradient_tile", (config.block_v, K), "float32"),
     )
+
+
+def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
+    return (Role("all", THREADS, registers=2 * config.block_v * problem.K // THREADS + 64),)
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:

@@ -9,10 +9,12 @@ loaded ahead whether it is wanted or not: a load that waits for the answer costs
 from dataclasses import dataclass
 
 from .arch import ARCHES, Arch
-from .contract import Buffer, Rejection, Role, Template, knob
+from .contract import Buffer, Role, Template, block_divides_values, knob
 from .language import T
 from .macros.segments import first_place
 from .macros.sequences import sequence_bounds
+
+THREADS = 128
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,8 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
     )
 
 
-THREADS = 128
-
-
 def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (Role("all", THREADS, registers=2 * config.block_v * problem.K // THREADS + 64),)
-
-
-def block_divides_values(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if problem.V % config.block_v:
-        return Rejection(f"block_v={config.block_v} does not divide V={problem.V}")
-    return None
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:

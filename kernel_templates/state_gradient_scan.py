@@ -16,11 +16,20 @@ to no sequence get dV = 0.
 from dataclasses import dataclass
 
 from .arch import ARCHES, Arch
-from .contract import Buffer, Rejection, Role, Template, knob
+from .contract import (
+    Buffer,
+    Rejection,
+    Role,
+    Template,
+    block_divides_values,
+    knob,
+    pipeline_has_bulk_copies,
+    stages_are_aligned,
+)
 from .language import T, macro
 from .macros.gates import LOG2E
 from .macros.sequences import sequence_bounds
-from .state_scan import block_divides_values, padded_keys, pipeline_has_bulk_copies, stages_are_aligned
+from .state_scan import padded_keys
 
 
 @dataclass(frozen=True)
@@ -94,10 +103,9 @@ def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection 
 def default_config(problem: Problem, arch: Arch) -> Config:
     block_v = 32 if problem.V % 64 else 64
     threads = 256 if problem.K > 128 else 128
-    for config in (Config(v, threads, stages) for v in (block_v, 32) for stages in (2, 1, 0)):
-        if TEMPLATE.rejection(problem, config, arch) is None:
-            break
-    return config
+    return TEMPLATE.first_allowed(
+        problem, arch, (Config(v, threads, stages) for v in (block_v, 32) for stages in (2, 1, 0))
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,16 @@ pipeline; the ragged last chunk is loaded with guards, because tokens behind the
 from dataclasses import dataclass
 
 from .arch import ARCHES, Arch
-from .contract import Buffer, Rejection, Role, Template, knob
+from .contract import (
+    Buffer,
+    Rejection,
+    Role,
+    Template,
+    block_divides_values,
+    knob,
+    pipeline_has_bulk_copies,
+    stages_are_aligned,
+)
 from .language import T, macro
 from .macros.gates import LOG2E
 from .macros.sequences import sequence_bounds
@@ -78,12 +87,6 @@ def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (Role("all", config.threads, registers=min(255, accumulators + 64)),)
 
 
-def block_divides_values(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if problem.V % config.block_v:
-        return Rejection(f"block_v={config.block_v} does not divide V={problem.V}")
-    return None
-
-
 def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
     needed = (padded_keys(problem) + problem.C) * config.block_v // config.threads
     if needed > 192:                     # S and one product; beyond that the compiler spills inside the loop
@@ -91,25 +94,12 @@ def accumulators_fit(problem: Problem, config: Config, arch: Arch) -> Rejection 
     return None
 
 
-def pipeline_has_bulk_copies(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if config.stages and not arch.has_bulk_copy:
-        return Rejection(f"stages={config.stages} needs bulk copies, which {arch.name} lacks: its wait counts are not constants")
-    return None
-
-
-def stages_are_aligned(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if config.stages > 1 and problem.C * 4 % 128:
-        return Rejection(f"stage 1 of the gates would begin at byte {problem.C * 4}; a bulk copy begins at multiples of 128")
-    return None
-
-
 def default_config(problem: Problem, arch: Arch) -> Config:
     block_v = 32 if problem.V % 64 else 64
     threads = 256 if problem.K > 128 else 128
-    for config in (Config(v, threads, stages) for v in (block_v, 32) for stages in (2, 1, 0)):
-        if TEMPLATE.rejection(problem, config, arch) is None:
-            break
-    return config
+    return TEMPLATE.first_allowed(
+        problem, arch, (Config(v, threads, stages) for v in (block_v, 32) for stages in (2, 1, 0))
+    )
 
 
 @macro

@@ -11,7 +11,16 @@ from tiny_template import TEMPLATE, Config, Problem
 
 from qla_jit import kernel_templates
 from qla_jit.kernel_templates.arch import ARCHES, SM89, SM90A, arch_for_capability
-from qla_jit.kernel_templates.contract import Buffer, Role, Template, knob
+from qla_jit.kernel_templates.contract import (
+    Buffer,
+    Role,
+    Template,
+    block_divides_values,
+    knob,
+    pipeline_has_bulk_copies,
+    stages_are_aligned,
+    warps_have_work,
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,52 @@ def test_configs_are_the_knob_grid_without_what_is_rejected():
     found = [(config.threads, config.per_thread) for config in TEMPLATE.configs(Problem(), SM90A)]
     assert set(found) == grid
     assert len(found) == len(grid)
+
+
+def test_the_first_allowed_config_is_taken_and_else_the_last_whose_rejection_says_why():
+    too_wide, fits, also_fits = (Config(threads, 4) for threads in (128, 64, 32))
+    assert TEMPLATE.first_allowed(Problem(), SM90A, iter([too_wide, fits, also_fits])) is fits
+    assert TEMPLATE.first_allowed(Problem(), SM90A, iter([too_wide])) is too_wide
+
+
+@dataclass(frozen=True)
+class Sizes:
+    C: int = 64
+    V: int = 128
+
+
+@dataclass(frozen=True)
+class Blocks:
+    block_v: int = 64
+    threads: int = 128
+    stages: int = 2
+
+
+@pytest.mark.parametrize(
+    ("constraint", "problem", "config", "arch", "expected"),
+    [
+        (block_divides_values, Sizes(V=192), Blocks(block_v=96), SM90A, None),
+        (block_divides_values, Sizes(V=192), Blocks(block_v=128), SM90A, "block_v=128 does not divide V=192"),
+        (warps_have_work, Sizes(C=16), Blocks(threads=64), SM90A, None),                            # two tiles for two warps
+        (warps_have_work, Sizes(C=16), Blocks(threads=128), SM90A, "4 warps share the 2 tiles of 16 x 8 of Q K^T"),
+        (pipeline_has_bulk_copies, Sizes(), Blocks(stages=1), SM90A, None),
+        (pipeline_has_bulk_copies, Sizes(), Blocks(stages=0), SM89, None),
+        (
+            pipeline_has_bulk_copies, Sizes(), Blocks(stages=1), SM89,
+            "stages=1 needs bulk copies, which sm_89 lacks: its wait counts are not constants",
+        ),
+        (stages_are_aligned, Sizes(C=32), Blocks(stages=2), SM90A, None),
+        (stages_are_aligned, Sizes(C=16), Blocks(stages=1), SM90A, None),
+        (
+            stages_are_aligned, Sizes(C=16), Blocks(stages=2), SM90A,
+            "stage 1 of the gates would begin at byte 64; a bulk copy begins at multiples of 128",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", None) or str(value),
+)  # fmt: skip
+def test_constraints_that_several_templates_declare(constraint, problem, config, arch, expected):
+    rejection = constraint(problem, config, arch)
+    assert (None if rejection is None else str(rejection)) == expected
 
 
 def test_a_knob_has_no_default_because_the_default_depends_on_the_problem():
