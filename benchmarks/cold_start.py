@@ -40,6 +40,7 @@ from qla_jit.device import gpu_info
 
 TOKENS = 2048                            # the host's time does not depend on it; short, so that the GPU keeps up with the host
 PARTS = ("first_call", "warm_load", "shipped")
+ELSEWHERE = ("QLA_JIT_MODE", "QLA_JIT_BUNDLE_PATH", "QLA_JIT_DB_PATH")  # kernels and records other than those of the part
 
 PROTOCOL = (
     "Seconds of fresh processes on an empty and then a warm kernel cache. compile_seconds and load_seconds are those of "
@@ -146,7 +147,8 @@ MEASURE: dict[str, Callable[[Sequence[str], argparse.Namespace], dict[str, Any]]
 def run_stage(given: Sequence[str], stage: str, environment: dict[str, str]) -> dict[str, Any]:
     """The measurements of one fresh process."""
     command = [sys.executable, __file__, *given, "--stage", stage]
-    child = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
+    ours = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+    child = subprocess.run(command, env=ours | environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(child.stdout.splitlines()[-1])
 
 
@@ -268,10 +270,11 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def prepared(options: argparse.Namespace) -> tuple[Any, float]:
-    """Inputs, and the seconds that importing takes that a call on a GPU imports."""
+    """Inputs, and the seconds that importing takes that a call or a training step on a GPU imports."""
     x = make_inputs(Row(*options.heads, (TOKENS,)), device="cuda" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()
-    importlib.import_module("qla_jit.ops.pipeline")
+    for module in ("chunk", "pipeline", "autograd"):
+        importlib.import_module(f"qla_jit.ops.{module}")
     return x, time.perf_counter() - started
 
 
@@ -305,7 +308,7 @@ def kernels_of_calls(options: argparse.Namespace, *, backward: bool) -> list[Any
         packed=True, index_dtypes=(torch.int32,), initial_state=True, output_final_state=True, use_qk_l2norm_in_kernel=False,
         backward=backward,
     )
-    return kernels(ModelShape(*options.heads, K, V), variants, ARCHES[arch_name(options)], [])
+    return kernels(ModelShape(*options.heads, K, V), variants, ARCHES[arch_name(options)], hardware())
 
 
 def kernels_to_load(options: argparse.Namespace) -> list[Any]:
@@ -348,6 +351,13 @@ def rounded(value: float | None, digits: int) -> float | None:
 
 def arch_name(options: argparse.Namespace) -> str:
     return gpu_info(torch.device("cuda")).arch.name if torch.cuda.is_available() else options.arch
+
+
+def hardware() -> list[Any]:
+    """The GPU that is here, if any, whose tuned records a call asks."""
+    from qla_jit.tuning_records import Hardware
+
+    return [Hardware.of(gpu_info(torch.device("cuda")))] if torch.cuda.is_available() else []
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

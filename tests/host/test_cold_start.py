@@ -9,8 +9,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import records
+import torch
 from entries import put
 from scripts import ROOT, script
+from tiny_template import built, needs_nvcc
+
+from qla_jit import bundle_file, kernel_cache, kernel_store, record_store
+from qla_jit.compiler import ARTEFACTS
 
 cold_start, fill_numbers, results = map(script, ("cold_start", "fill_numbers", "results"))
 
@@ -37,8 +43,6 @@ def stages(monkeypatch):
 
 @pytest.fixture
 def packed(tmp_path):
-    from qla_jit import bundle_file
-
     put(tmp_path / "built")
     bundle_file.pack(tmp_path / "built", tmp_path / "packed.tar.gz")
     return tmp_path / "packed.tar.gz"
@@ -110,10 +114,13 @@ def test_the_command_for_a_bundle_builds_the_kernels_of_the_calls_that_are_timed
 
     monkeypatch.setattr(bundle, "build", build)
     monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path))
+    problem = records.problem(H=8, HV=24, cu_seqlens_dtype=torch.int32)
+    record_store.save_user_records([records.record(problem=problem)])    # with a config that is no default
     command = re.search(r"qla-tune (build .*?) && qla-tune pack", cold_start.__doc__, re.DOTALL)[1]
     run(*command.replace("\\\n", "").replace("DIR", str(tmp_path / "out")).split())
-    # tuned records may name others besides
-    assert set(cold_start.kernels_of_calls(cold_start.parse([]), backward=True)) <= set(built)
+    defaults = set(cold_start.kernels_of_calls(cold_start.parse([]), backward=True))
+    monkeypatch.setattr(cold_start, "hardware", lambda: [records.H200])
+    assert defaults < set(cold_start.kernels_of_calls(cold_start.parse([]), backward=True)) == set(built)
 
 
 @pytest.mark.parametrize("place", ["QLA_JIT_BUNDLE_PATH", "QLA_JIT_CACHE_DIR"])
@@ -183,3 +190,51 @@ def test_stages_are_processes_of_their_own_with_json_on_their_last_line(monkeypa
 
     monkeypatch.setattr(cold_start.subprocess, "run", run_code)
     assert cold_start.run_stage(["--kernels", "3"], "load", {"QLA_JIT_CACHE_DIR": "/x"}) == json.loads('{"place": "/x"}')
+
+
+def test_no_stage_takes_kernels_or_records_that_the_shell_points_to(monkeypatch):
+    for name in ("QLA_JIT_MODE", "QLA_JIT_BUNDLE_PATH", "QLA_JIT_DB_PATH", "QLA_JIT_JOBS"):
+        monkeypatch.setenv(name, "of the shell")
+    environments = []
+
+    def run(command, *, env, **options):
+        environments.append({name: value for name, value in env.items() if name.startswith("QLA_JIT_")})
+        return subprocess.CompletedProcess(command, 0, stdout="{}")
+
+    monkeypatch.setattr(cold_start.subprocess, "run", run)
+    cold_start.run_stage([], "load", {"QLA_JIT_CACHE_DIR": "/cache"})
+    cold_start.run_stage([], "shipped_forward", {"QLA_JIT_CACHE_DIR": "/cache", "QLA_JIT_MODE": "require"})
+    assert environments == [
+        {"QLA_JIT_CACHE_DIR": "/cache", "QLA_JIT_JOBS": "of the shell"},
+        {"QLA_JIT_CACHE_DIR": "/cache", "QLA_JIT_JOBS": "of the shell", "QLA_JIT_MODE": "require"},
+    ]
+
+
+@needs_nvcc
+def test_a_bundle_from_elsewhere_is_loaded_and_written_down_by_the_whole_script(tmp_path):
+    """Every kernel is the same small one under another key: enough to be loaded, not to be launched."""
+    requests = cold_start.kernels_of_calls(cold_start.parse([]), backward=True)
+    for request in requests:
+        key = kernel_cache.key_of(request)
+        contents = {name: (built() / name).read_bytes() for name in ARTEFACTS}
+        stamps = {name: kernel_store.FileStamp.of(data) for name, data in contents.items()}
+        entry = kernel_store._entry(tmp_path / "built", key)
+        entry.mkdir(parents=True)
+        contents[kernel_store.MANIFEST] = kernel_store.Manifest(key=key, files=stamps).model_dump_json().encode()
+        for name, data in contents.items():
+            (entry / name).write_bytes(data)
+    bundle_file.pack(tmp_path / "built", tmp_path / "packed.tar.gz")
+    results.save(tmp_path / "cold_start.json", {"rows": ["of another run"]})
+    subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "cold_start.py", "--parts", "shipped", "--bundle", tmp_path / "packed.tar.gz",
+         "--out", tmp_path / "cold_start.json", "--commit", "abc"],
+        check=True, env=os.environ | {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}, cwd=tmp_path, timeout=500,
+    )
+    document = results.load(tmp_path / "cold_start.json")
+    shipped = document["shipped"]
+    assert document["rows"] == ["of another run"]
+    assert (shipped["commit"], shipped["built"], shipped["kernels"]) == ("abc", "elsewhere", len(requests))
+    assert shipped["training"]["disk_hits"] == len(requests) > shipped["forward"]["disk_hits"] > 0
+    for stage in (shipped["forward"], shipped["training"]):
+        assert (stage["compiles"], stage["nvcc"], stage["imported_tilelang"]) == (0, None, False)
+    assert not list(tmp_path.glob("qla_jit*")), "a directory is left"
