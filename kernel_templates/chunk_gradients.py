@@ -36,9 +36,9 @@ from .contract import (
     warps_have_work,
 )
 from .language import T, macro
-from .macros.gates import LOG2E
+from .macros.chunk_tiles import padded_keys
+from .macros.gates import LOG2E, decay_between
 from .macros.sequences import locate_chunk
-from .state_scan import padded_keys
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def score_gradients(valid, scale, tiles, sums):
     # dP, dM, and the sums of Z by row and column. Rows behind the end may hold NaN: chosen away, not multiplied away.
     C = tiles.dp.shape[0]
     for i, j in T.Parallel(C, C):
-        decay = T.exp2(T.if_then_else(i >= j, (tiles.g[i] - tiles.g[j]) * LOG2E, 0.0))
+        decay = decay_between(tiles.g, i, j)
         sums.dp[i, j] = T.if_then_else(i >= j and i < valid, sums.dp[i, j] * decay * scale, 0.0)
         sums.dm[i, j] = T.if_then_else(i > j and i < valid, -sums.dm[i, j] * decay, 0.0)
     T.copy(sums.dp, tiles.dp)

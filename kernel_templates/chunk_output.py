@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .arch import ARCHES, Arch
 from .contract import Buffer, Role, Template, block_divides_values, knob, warps_have_work
 from .language import T, macro
-from .macros.gates import LOG2E
+from .macros.gates import LOG2E, decay_between
 from .macros.sequences import locate_chunk
 
 
@@ -66,7 +66,7 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 def masked_scores(C, g_tile, scores, p_tile):
     # P = Gamma o (Q K^T), lower triangle. Above the diagonal nothing is kept: there K may be foreign and Gamma overflow.
     for i, j in T.Parallel(C, C):
-        decay = T.exp2(T.if_then_else(i >= j, (g_tile[i] - g_tile[j]) * LOG2E, 0.0))
+        decay = decay_between(g_tile, i, j)
         scores[i, j] = T.if_then_else(i >= j, scores[i, j] * decay, 0.0)
     T.copy(scores, p_tile)
 

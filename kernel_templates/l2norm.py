@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from .arch import ARCHES, Arch
-from .contract import Buffer, Rejection, Role, Template, knob
+from .contract import Buffer, Role, Template, knob
 from .language import T
+from .macros.unit_rows import THREADS, row_pieces_are_whole, width
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,6 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
 
 def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (Role("rows", THREADS, registers=2 * config.rows * width(problem) // THREADS + 24),)
-
-
-THREADS = 128
-
-
-def width(problem: Problem) -> int:
-    """Columns of the register tile: a row's 16-byte pieces must belong to a power of two of threads, for the sum."""
-    return 1 << (problem.K - 1).bit_length()
-
-
-def row_pieces_are_whole(problem: Problem, config: Config, arch: Arch) -> Rejection | None:
-    if config.rows * width(problem) % (THREADS * 8):
-        return Rejection(f"{config.rows} rows of {width(problem)} do not divide into 16-byte pieces for {THREADS} threads")
-    return None
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:

@@ -2,16 +2,21 @@
 
 from dataclasses import dataclass
 
-from .arch import ARCHES
-from .contract import Buffer, Role, Template
-from .l2norm import THREADS, Config, default_config, row_pieces_are_whole, width
+from .arch import ARCHES, Arch
+from .contract import Buffer, Role, Template, knob
 from .language import T
+from .macros.unit_rows import THREADS, row_pieces_are_whole, width
 
 
 @dataclass(frozen=True)
 class Problem:
     K: int
     dtype: str
+
+
+@dataclass(frozen=True)
+class Config:
+    rows: int = knob(4, 8, 16, 32, why="rows of q and of k per block; the kernel only waits for memory")
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
@@ -24,6 +29,10 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
 
 def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
     return (Role("rows", THREADS, registers=3 * config.rows * width(problem) // THREADS + 24),)
+
+
+def default_config(problem: Problem, arch: Arch) -> Config:
+    return Config(rows=16 if problem.K <= 128 else 8)
 
 
 def build(problem: Problem, config: Config):

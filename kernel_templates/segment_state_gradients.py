@@ -17,6 +17,7 @@ from .contract import Buffer, Role, Template, block_divides_values, knob
 from .language import T
 from .macros.segments import first_place
 from .macros.sequences import sequence_bounds
+from .macros.states import read_transposed_state, state_block, state_shape
 
 THREADS = 128
 
@@ -67,14 +68,13 @@ def build(problem: Problem, config: Config):
     HV, K, V, C, block_v = problem.HV, problem.K, problem.V, problem.C, config.block_v
     places, bounds, batch = (T.dynamic(name) for name in ("places", "bounds", "batch"))
     N = bounds - 1 if problem.packed else batch
-    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
 
     @T.prim_func
     def segment_state_gradients(
         transfers: T.Tensor((places, HV, V + K, K), "float32"),
         warm_chunks: T.Tensor((places, HV), "int32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
-        final_state_gradient: T.Tensor(state_shape, "float32"),
+        final_state_gradient: T.Tensor(state_shape(problem, N), "float32"),
         own_gradients: T.Tensor((places, HV, V, K), "float32"),
         gradients: T.Tensor((places, HV, V, K), "float32"),
         chunks_per_segment: T.int32,
@@ -85,9 +85,7 @@ def build(problem: Problem, config: Config):
             M, own, gradient_tile = (T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config))
             gradient = T.alloc_fragment((block_v, K), "float32")
             product = T.alloc_fragment((block_v, K), "float32")
-            first_v = block % (V // block_v) * block_v
-            head = block // (V // block_v) % HV
-            n = block // (V // block_v * HV)
+            n, head, first_v = state_block(block, problem, block_v)
             _row, _first, length, _slot = sequence_bounds(problem.packed, cu_seqlens, tokens, n, C)
             boundaries = T.alloc_var("int32")
             last_place = T.alloc_var("int32")
@@ -95,11 +93,7 @@ def build(problem: Problem, config: Config):
             last_place = first_place(problem.packed, cu_seqlens, tokens, n, C, chunks_per_segment) + boundaries
             T.clear(gradient)
             if problem.has_final_state_gradient:
-                for i, j in T.Parallel(block_v, K):
-                    if problem.state_v_first:
-                        gradient[i, j] = final_state_gradient[n, head, first_v + i, j]
-                    else:
-                        gradient[i, j] = final_state_gradient[n, head, j, first_v + i]
+                read_transposed_state(problem, final_state_gradient, n, head, first_v, gradient)
             T.copy(gradient, gradients[last_place, head, first_v : first_v + block_v, 0:K])
             for s in T.Pipelined(boundaries, num_stages=config.stages):
                 T.copy(transfers[last_place - s, head, V : V + K, 0:K], M)

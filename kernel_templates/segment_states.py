@@ -13,6 +13,7 @@ from .contract import Buffer, Role, Template, block_divides_values, knob
 from .language import T
 from .macros.segments import first_place
 from .macros.sequences import sequence_bounds
+from .macros.states import read_transposed_state, state_block, state_shape
 
 THREADS = 128
 
@@ -60,14 +61,13 @@ def build(problem: Problem, config: Config):
     HV, K, V, C, block_v = problem.HV, problem.K, problem.V, problem.C, config.block_v
     places, bounds, batch = (T.dynamic(name) for name in ("places", "bounds", "batch"))
     N = bounds - 1 if problem.packed else batch
-    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
 
     @T.prim_func
     def segment_states(
         transfers: T.Tensor((places, HV, V + K, K), "float32"),
         warm_chunks: T.Tensor((places, HV), "int32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
-        initial_state: T.Tensor(state_shape, problem.initial_state_dtype or "float32"),
+        initial_state: T.Tensor(state_shape(problem, N), problem.initial_state_dtype or "float32"),
         states: T.Tensor((places, HV, V, K), "float32"),
         chunks_per_segment: T.int32,
         tokens: T.int32,
@@ -77,18 +77,12 @@ def build(problem: Problem, config: Config):
             M, N_tile, state_tile = (T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config))
             state = T.alloc_fragment((block_v, K), "float32")
             product = T.alloc_fragment((block_v, K), "float32")
-            first_v = block % (V // block_v) * block_v
-            head = block // (V // block_v) % HV
-            n = block // (V // block_v * HV)
+            n, head, first_v = state_block(block, problem, block_v)
             _row, _first, length, _slot = sequence_bounds(problem.packed, cu_seqlens, tokens, n, C)
             place = first_place(problem.packed, cu_seqlens, tokens, n, C, chunks_per_segment)
             T.clear(state)
             if problem.initial_state_dtype is not None:
-                for i, j in T.Parallel(block_v, K):
-                    if problem.state_v_first:
-                        state[i, j] = T.cast(initial_state[n, head, first_v + i, j], "float32")
-                    else:
-                        state[i, j] = T.cast(initial_state[n, head, j, first_v + i], "float32")
+                read_transposed_state(problem, initial_state, n, head, first_v, state)
             T.copy(state, states[place, head, first_v : first_v + block_v, 0:K])
             boundaries = T.max(T.ceildiv(T.ceildiv(length, C), chunks_per_segment), 1) - 1
             for s in T.Pipelined(boundaries, num_stages=config.stages):

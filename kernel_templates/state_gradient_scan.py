@@ -27,9 +27,10 @@ from .contract import (
     stages_are_aligned,
 )
 from .language import T, macro
-from .macros.gates import LOG2E
+from .macros.chunk_tiles import load_guarded, padded_keys
+from .macros.gates import LOG2E, decay_between
 from .macros.sequences import sequence_bounds
-from .state_scan import padded_keys
+from .macros.states import read_state, state_block, state_shape, write_state
 
 
 @dataclass(frozen=True)
@@ -125,16 +126,14 @@ class Tiles:
 
 
 @macro
-def load_guarded(problem, row, start, valid, head, key_head, first_v, q, k, do, tiles):
-    # Q, K and dO of a chunk with fewer than C tokens; zero behind its end
-    C, block_v = tiles.do.shape
-    zero = T.cast(0.0, problem.dtype)
-    for i, j in T.Parallel(C, tiles.k.shape[1]):
-        tiles.q[i, j] = T.if_then_else(i < valid and j < problem.K, q[row, start + i, key_head, j], zero)
-    for i, j in T.Parallel(C, tiles.k.shape[1]):
-        tiles.k[i, j] = T.if_then_else(i < valid and j < problem.K, k[row, start + i, key_head, j], zero)
-    for i, j in T.Parallel(C, block_v):
-        tiles.do[i, j] = T.if_then_else(i < valid, do[row, start + i, head, first_v + j], zero)
+def load_chunk(problem, row, start, valid, slot, head, first_v, q, k, do, A, g_sum, tiles):
+    # what a chunk needs, with guards
+    key_head = head // (problem.HV // problem.H)
+    load_guarded(q, row, start, valid, key_head, 0, problem.K, tiles.q)
+    load_guarded(k, row, start, valid, key_head, 0, problem.K, tiles.k)
+    load_guarded(do, row, start, valid, head, first_v, tiles.do.shape[1], tiles.do)
+    T.copy(A[slot, head, 0 : problem.C, 0 : problem.C], tiles.A)
+    T.copy(g_sum[slot, head, 0 : problem.C], tiles.g)
 
 
 @macro
@@ -150,7 +149,7 @@ def masked_scores(scale, tiles, scores):
     C = tiles.p.shape[0]
     T.gemm(tiles.q, tiles.k, scores, transpose_B=True, clear_accum=True)
     for i, j in T.Parallel(C, C):
-        decay = T.exp2(T.if_then_else(i >= j, (tiles.g[i] - tiles.g[j]) * LOG2E, 0.0))
+        decay = decay_between(tiles.g, i, j)
         scores[i, j] = T.if_then_else(i >= j, scores[i, j] * decay * scale, 0.0)
     T.copy(scores, tiles.p)
 
@@ -196,7 +195,6 @@ def build(problem: Problem, config: Config):
     block_v, rows = config.block_v, padded_keys(problem)
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
     N = bounds - 1 if problem.packed else B
-    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
 
     @T.prim_func
     def state_gradient_scan(
@@ -206,17 +204,14 @@ def build(problem: Problem, config: Config):
         A: T.Tensor((slots, HV, C, C), dtype),
         g_sum: T.Tensor((slots, HV, C), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before what is shaped by N, and may be absent
-        final_state_gradient: T.Tensor(state_shape, "float32"),
+        final_state_gradient: T.Tensor(state_shape(problem, N), "float32"),
         state_gradients: T.Tensor((slots, HV, K, V), dtype),
         dv: T.Tensor((B, tokens, HV, V), dtype),
-        initial_state_gradient: T.Tensor(state_shape, "float32"),
+        initial_state_gradient: T.Tensor(state_shape(problem, N), "float32"),
         scale: T.float32,
     ):
-        # Value blocks vary fastest: they share Q, K and A in L2. Only x may exceed 65,535 blocks, so it carries n too.
         with T.Kernel(V // block_v * HV * N, threads=config.threads) as block:
-            value_block = block % (V // block_v)
-            head = block // (V // block_v) % HV
-            n = block // (V // block_v * HV)
+            n, head, first_v = state_block(block, problem, block_v)
             tiles = [T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config)]
             own = tiles[-CHUNK_TILES:]
             guarded = Tiles(*tiles[-2 * CHUNK_TILES : -CHUNK_TILES], *own)
@@ -226,24 +221,17 @@ def build(problem: Problem, config: Config):
             scores = T.alloc_fragment((C, C), "float32")
             row, first, length, first_slot = sequence_bounds(problem.packed, cu_seqlens, tokens, n, C)
             key_head = head // (HV // H)
-            first_v = value_block * block_v
             full = length // C
 
             T.clear(state)
             if problem.has_final_state_gradient:
-                for i, j in T.Parallel(rows, block_v):
-                    if i < K:
-                        if problem.state_v_first:
-                            state[i, j] = final_state_gradient[n, head, first_v + j, i]
-                        else:
-                            state[i, j] = final_state_gradient[n, head, i, first_v + j]
+                read_state(problem, final_state_gradient, n, head, first_v, state)
 
             if length % C > 0:
                 start = first + full * C
-                load_guarded(problem, row, start, length % C, head, key_head, first_v, q, k, do, guarded)
-                T.copy(A[first_slot + full, head, 0:C, 0:C], guarded.A)
-                T.copy(g_sum[first_slot + full, head, 0:C], guarded.g)
-                scan_chunk(scale, first_slot + full, head, first_v, guarded, scores, values, state, state_gradients)
+                slot = first_slot + full
+                load_chunk(problem, row, start, length % C, slot, head, first_v, q, k, do, A, g_sum, guarded)
+                scan_chunk(scale, slot, head, first_v, guarded, scores, values, state, state_gradients)
                 for i, j in T.Parallel(C, block_v):
                     if i < length % C:
                         dv[row, start + i, head, first_v + j] = guarded.dw[i, j]
@@ -262,19 +250,12 @@ def build(problem: Problem, config: Config):
                 for step in T.serial(full):
                     slot = first_slot + full - 1 - step
                     start = first + (full - 1 - step) * C
-                    load_guarded(problem, row, start, C, head, key_head, first_v, q, k, do, guarded)
-                    T.copy(A[slot, head, 0:C, 0:C], guarded.A)
-                    T.copy(g_sum[slot, head, 0:C], guarded.g)
+                    load_chunk(problem, row, start, C, slot, head, first_v, q, k, do, A, g_sum, guarded)
                     scan_chunk(scale, slot, head, first_v, guarded, scores, values, state, state_gradients)
                     T.copy(guarded.dw, dv[row, start : start + C, head, first_v : first_v + block_v])
 
             if problem.has_initial_state:
-                for i, j in T.Parallel(rows, block_v):
-                    if i < K:
-                        if problem.state_v_first:
-                            initial_state_gradient[n, head, first_v + j, i] = state[i, j]
-                        else:
-                            initial_state_gradient[n, head, i, first_v + j] = state[i, j]
+                write_state(problem, n, head, first_v, state, initial_state_gradient)
             if problem.packed:
                 if n == bounds - 2:
                     behind = first + length

@@ -25,8 +25,10 @@ from .contract import (
     stages_are_aligned,
 )
 from .language import T, macro
+from .macros.chunk_tiles import load_guarded, padded_keys
 from .macros.gates import LOG2E
 from .macros.sequences import sequence_bounds
+from .macros.states import read_state, state_block, state_shape, write_state
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,6 @@ class Config:
 
 def arguments(problem: Problem) -> tuple[str, ...]:
     return ("k", "v", "A", "g_sum", "cu_seqlens", "initial_state", "states", "v_new", "final_state")
-
-
-def padded_keys(problem: Problem) -> int:
-    """Rows of S in the block: a warpgroup multiplies 64 rows at a time, so K = 96 carries 32 rows of zeros."""
-    return -(-problem.K // 64) * 64
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
@@ -103,14 +100,12 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 
 
 @macro
-def load_guarded(problem, row, start, valid, head, key_head, first_v, k, v, tiles):
-    # K and V of a chunk with fewer than C tokens; zero behind its end
-    C, block_v = tiles.v.shape
-    zero = T.cast(0.0, problem.dtype)
-    for i, j in T.Parallel(C, tiles.k.shape[1]):
-        tiles.k[i, j] = T.if_then_else(i < valid and j < problem.K, k[row, start + i, key_head, j], zero)
-    for i, j in T.Parallel(C, block_v):
-        tiles.v[i, j] = T.if_then_else(i < valid, v[row, start + i, head, first_v + j], zero)
+def load_chunk(problem, row, start, valid, slot, head, first_v, k, v, A, g_sum, tiles):
+    # what a chunk needs, with guards
+    load_guarded(k, row, start, valid, head // (problem.HV // problem.H), 0, problem.K, tiles.k)
+    load_guarded(v, row, start, valid, head, first_v, tiles.v.shape[1], tiles.v)
+    T.copy(A[slot, head, 0 : problem.C, 0 : problem.C], tiles.A)
+    T.copy(g_sum[slot, head, 0 : problem.C], tiles.g)
 
 
 @macro
@@ -171,7 +166,6 @@ def build(problem: Problem, config: Config):
     block_v, rows = config.block_v, padded_keys(problem)
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
     N = bounds - 1 if problem.packed else B
-    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
 
     @T.prim_func
     def state_scan(
@@ -180,16 +174,13 @@ def build(problem: Problem, config: Config):
         A: T.Tensor((slots, HV, C, C), dtype),
         g_sum: T.Tensor((slots, HV, C), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
-        initial_state: T.Tensor(state_shape, problem.initial_state_dtype or "float32"),
+        initial_state: T.Tensor(state_shape(problem, N), problem.initial_state_dtype or "float32"),
         states: T.Tensor((slots, HV, K, V), dtype),
         v_new: T.Tensor((slots, HV, C, V), dtype),
-        final_state: T.Tensor(state_shape, "float32"),
+        final_state: T.Tensor(state_shape(problem, N), "float32"),
     ):
-        # Value blocks vary fastest: they share K and A in L2. Only x may exceed 65,535 blocks, so it carries n too.
         with T.Kernel(V // block_v * HV * N, threads=config.threads) as block:
-            value_block = block % (V // block_v)
-            head = block // (V // block_v) % HV
-            n = block // (V // block_v * HV)
+            n, head, first_v = state_block(block, problem, block_v)
             tiles = [T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config)]
             guarded = Tiles(*tiles[-8:])
             pipelined = Tiles(*tiles[:4], *tiles[-4:])
@@ -197,16 +188,10 @@ def build(problem: Problem, config: Config):
             values = T.alloc_fragment((C, block_v), "float32")
             row, first, length, first_slot = sequence_bounds(problem.packed, cu_seqlens, tokens, n, C)
             key_head = head // (HV // H)
-            first_v = value_block * block_v
 
             T.clear(state)
             if problem.initial_state_dtype is not None:
-                for i, j in T.Parallel(rows, block_v):
-                    if i < K:
-                        if problem.state_v_first:
-                            state[i, j] = T.cast(initial_state[n, head, first_v + j, i], "float32")
-                        else:
-                            state[i, j] = T.cast(initial_state[n, head, i, first_v + j], "float32")
+                read_state(problem, initial_state, n, head, first_v, state)
 
             if config.stages:
                 for chunk in T.Pipelined(length // C, num_stages=config.stages):
@@ -220,25 +205,18 @@ def build(problem: Problem, config: Config):
                 # An `if`, not a loop from length // C on: TileLang takes a loop of at most one round for one round.
                 if length % C > 0:
                     slot = first_slot + length // C
-                    load_guarded(problem, row, first + length // C * C, length % C, head, key_head, first_v, k, v, guarded)
-                    T.copy(A[slot, head, 0:C, 0:C], guarded.A)
-                    T.copy(g_sum[slot, head, 0:C], guarded.g)
+                    start = first + length // C * C
+                    load_chunk(problem, row, start, length % C, slot, head, first_v, k, v, A, g_sum, guarded)
                     scan_chunk(slot, head, first_v, guarded, state, values, states, v_new)
             else:
                 for chunk in T.serial(T.ceildiv(length, C)):
                     slot = first_slot + chunk
-                    load_guarded(problem, row, first + chunk * C, length - chunk * C, head, key_head, first_v, k, v, guarded)
-                    T.copy(A[slot, head, 0:C, 0:C], guarded.A)
-                    T.copy(g_sum[slot, head, 0:C], guarded.g)
+                    start = first + chunk * C
+                    load_chunk(problem, row, start, length - chunk * C, slot, head, first_v, k, v, A, g_sum, guarded)
                     scan_chunk(slot, head, first_v, guarded, state, values, states, v_new)
 
             if problem.has_final_state:
-                for i, j in T.Parallel(rows, block_v):
-                    if i < K:
-                        if problem.state_v_first:
-                            final_state[n, head, first_v + j, i] = state[i, j]
-                        else:
-                            final_state[n, head, i, first_v + j] = state[i, j]
+                write_state(problem, n, head, first_v, state, final_state)
 
     return state_scan
 

@@ -16,6 +16,11 @@ def gate_of_logit(logit, A_log):
     return -T.exp(A_log) * T.if_then_else(logit > SOFTPLUS_LINEAR_FROM, logit, T.log1p(T.exp(logit)))
 
 
+def decay_between(g_sum, i, j):
+    """Gamma_ij = exp(g_sum_i - g_sum_j) on and below the diagonal; 1 above it, where it might overflow."""
+    return T.exp2(T.if_then_else(i >= j, (g_sum[i] - g_sum[j]) * LOG2E, 0.0))
+
+
 def at_least_reset(gate):
     """The gate, or RESET below it. A choice and not a maximum: a NaN must stay visible."""
     return T.if_then_else(gate < RESET, RESET, gate)
