@@ -15,6 +15,7 @@ from .compiler import CompileRequest
 from .enumeration import Variants
 from .errors import EnvironmentUnsuitable
 from .models import ModelShape
+from .ops.plan import BACKWARD, BACKWARD_CHUNK_SIZES, FORWARD
 from .settings import settings
 from .tune.build import compile_all
 from .tune.worker import Failure
@@ -80,10 +81,12 @@ def records_of(shape: ModelShape, variants: Variants, gpus: Collection[Hardware]
     Raises:
         InputError: the value heads cannot share the key heads evenly.
     """
-    problems = {Problem.of(facts) for facts in variants.calls(shape)}
+    asked = {(FORWARD, Problem.of(facts)) for facts in variants.calls(shape)}
+    if variants.backward:
+        asked |= {(BACKWARD, problem.model_copy(update={"chunk_size": C})) for _, problem in asked for C in BACKWARD_CHUNK_SIZES}
     found: dict[Identity, Record] = {}
     for stored in record_store.everything():
-        if stored.record.hardware in gpus and stored.record.problem in problems:
+        if stored.record.hardware in gpus and (stored.record.op, stored.record.problem) in asked:
             found.setdefault(stored.record.identity, stored.record)
     return list(found.values())
 

@@ -21,10 +21,9 @@ from .errors import EnvironmentUnsuitable
 from .ops import backward, pipeline
 
 if TYPE_CHECKING:
-    from .compiler import CompileRequest
     from .ops.inputs import CallFacts
     from .ops.plan import Extents
-    from .select import Override
+    from .select import Dispatch, Override
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,9 @@ def dispatch_table() -> dict[str, str]:
     """
     table = {f"kernel {request}": kernel.digest for request, kernel in kernel_cache.loaded().items()}
     for (facts, override, extents), kernels in pipeline.resolved().items():
-        decision = f"{kernels.strategy}, {_split(kernels.split)}: {_configs(kernels.requests)}"
-        table[f"forward {_told(facts, override, extents)}"] = decision
+        table[f"forward {_told(facts, override, extents)}"] = _decision(kernels)
     for (facts, override, extents), gradients in backward.resolved().items():
-        decision = "the reference"
-        if gradients is not None:
-            dispatch = gradients.dispatch
-            decision = f"{dispatch.strategy}, {_split(dispatch.split)}: {_configs(dispatch.requests)}"
+        decision = "the reference" if gradients is None else _decision(gradients.dispatch)
         table[f"backward {_told(facts, override, extents)}"] = decision
     return dict(sorted(table.items()))
 
@@ -134,12 +129,9 @@ def _canonical(table: Mapping[str, str]) -> bytes:
     return json.dumps(table, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _configs(requests: Mapping[str, CompileRequest]) -> str:
-    return "; ".join(f"{step} {request.config}" for step, request in requests.items())
-
-
-def _split(split: int | None) -> str:
-    return "whole sequences" if split is None else f"segments of {split} chunks"
+def _decision(way: pipeline.Kernels | Dispatch) -> str:
+    split = "whole sequences" if way.split is None else f"segments of {way.split} chunks"
+    return f"{way.strategy}, {split}: " + "; ".join(f"{step} {request.config}" for step, request in way.requests.items())
 
 
 def _told(facts: CallFacts, override: Override, extents: Extents) -> str:

@@ -17,6 +17,7 @@ from .errors import DtypeError, InputError
 from .kernel_templates.arch import Arch
 from .models import ModelShape
 from .ops.inputs import CHUNK_SIZES, GPU_DTYPES, INDEX_DTYPES, KERNEL_DTYPES, CallFacts
+from .ops.plan import BACKWARD, FORWARD
 from .tuning_records import Hardware
 
 
@@ -103,12 +104,11 @@ def kernels(shape: ModelShape, variants: Variants, arch: Arch, gpus: Collection[
         UnsupportedError: no strategy serves the calls, or no kernels their gradients.
     """
     requests: dict[CompileRequest, None] = {}
-    for facts in variants.calls(shape):
-        requests.update(dict.fromkeys(select.requests_for_any_size(facts, arch)))
-        if variants.backward:
-            requests.update(dict.fromkeys(select.backward_requests_for_any_size(facts, arch)))
+    ops = (FORWARD, BACKWARD) if variants.backward else (FORWARD,)
+    for facts, op in itertools.product(variants.calls(shape), ops):
+        requests.update(dict.fromkeys(select.requests_for_any_size(facts, arch, op=op)))
         for hardware in gpus:
-            requests.update(dict.fromkeys(select.requests_of_records(facts, arch, hardware)))
+            requests.update(dict.fromkeys(select.requests_of_records(facts, arch, hardware, op=op)))
     return list(requests)
 
 

@@ -1,4 +1,5 @@
-"""Choose how a call is computed: the strategy, a Config for each of its kernels, and the split of its sequences.
+"""Choose how an operation of a call, its forward or its backward, is computed: the strategy, a Config for each of its kernels,
+and the split of its sequences.
 
 The first that answers: an override in force, the user's tuned records, those of QLA_JIT_DB_PATH, those that ship, the
 template defaults. A record answers for its own kind of GPU and problem, and only between the sizes that were measured;
@@ -13,7 +14,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import EllipsisType, MappingProxyType
 from typing import Any, Literal
@@ -25,9 +26,9 @@ from .interpolation import delaunay_weights
 from .kernel_templates.arch import Arch
 from .kernel_templates.contract import Rejection
 from .ops.inputs import CallFacts, CallInputs
-from .ops.plan import Extents, Step, Strategy, backward_strategies_for, strategies_for
+from .ops.plan import BACKWARD, FORWARD, Extents, Step, Strategy, chunk_of_sizes, strategies_of
 from .record_store import Stored
-from .tuning_records import FORWARD, Candidate, Entry, Hardware, Identity, Problem, Record, Rigor, Versions
+from .tuning_records import Candidate, Entry, Hardware, Identity, Problem, Record, Rigor, Versions
 
 # measured: at a point of the record. interpolated: between points. typical: no sizes were given, so the best on the whole.
 Match = Literal["measured", "interpolated", "typical", "none"]
@@ -66,10 +67,11 @@ class Considered:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One way to compute a call."""
+    """One way to compute an operation of a call."""
 
     strategy: str
     requests: Mapping[str, CompileRequest]       # the kernels by step, in launch order
+    facts: CallFacts                             # the call, in chunks of the size that the kernels are for
     split: int | None = None                     # chunks per segment; None: whole sequences
     source: Literal["override", "user", "directory", "shipped", "default"] = "default"
     considered: Considered | None = None         # the record that decided, also where it says that the default is best
@@ -97,16 +99,6 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
-class BackwardDispatch:
-    """One way to compute the gradients of a call."""
-
-    strategy: str
-    requests: Mapping[str, CompileRequest]       # the kernels by step, in launch order
-    facts: CallFacts                             # the call, in chunks of the size that the kernels are for
-    split: int | None = None                     # chunks per segment; None: whole sequences
-
-
-@dataclass(frozen=True)
 class Override:
     """What is to be used instead of the choice: strategies, configs by step, splits; what is left out is chosen."""
 
@@ -120,29 +112,41 @@ class Override:
     def is_empty(self) -> bool:
         return self == Override()
 
+    def strategy_of(self, op: str) -> str | None:
+        return self.backward_strategy if op == BACKWARD else self.strategy
+
+    def split_of(self, op: str) -> int | EllipsisType | None:
+        return self.backward_split if op == BACKWARD else self.split
+
 
 _override = Override()
 
 
-def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, extents: Extents | None = None) -> Dispatch:
-    """How to compute a call.
+def choose(
+    facts: CallFacts, arch: Arch, *, op: str = FORWARD, hardware: Hardware | None = None, extents: Extents | None = None
+) -> Dispatch:
+    """How to compute an operation of a call.
 
     Args:
+        op: plan.FORWARD or plan.BACKWARD. For a backward facts.output_final_state says that the final state has a gradient.
         hardware: the GPU that will run it; None, where kernels are built ahead for any GPU of the arch, takes the defaults.
-        extents: the sizes of the batch; None takes what is best on the whole. For a cache, see bucket().
+        extents: the sizes of the batch, in chunks of chunk_of_sizes(); None takes what is best on the whole. For a cache, see
+            bucket().
 
     Raises:
-        UnsupportedError: no strategy serves the call.
-        InvalidConfigError: a config in force cannot serve the call; carries the template's reason.
+        UnsupportedError: no strategy serves the call. For a backward: its gradients come from the reference.
+        InvalidConfigError: a strategy or config in force cannot serve the call; carries the reason.
     """
-    usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
+    facts, usable = _usable(op, facts, arch)
+    forced_strategy, forced_split = _override.strategy_of(op), _override.split_of(op)
     answer = None
-    if hardware is not None and _override.strategy is None:
-        answer = next((found for found in consider(facts, arch, hardware, extents) if found.chosen is not None), None)
+    if hardware is not None and forced_strategy is None:
+        answers = _considered(op, facts, usable, arch, hardware, extents)
+        answer = next((found for found in answers if found.chosen is not None), None)
         if answer is None:
-            _tell_untuned(facts, extents, hardware)
+            _tell_untuned(op, facts, extents, hardware)
     if answer is None or answer.says_default:
-        strategy, knobs, split_rule = _preferred(usable, facts, arch, hardware, extents, _override.strategy), {}, None
+        strategy, knobs, split_rule = _preferred(usable, facts, arch, hardware, extents, forced_strategy), {}, None
     else:
         assert answer.chosen is not None, "consider() was asked for one that chose"
         entry = answer.chosen.entry
@@ -150,8 +154,8 @@ def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, ex
     requests = _requests(strategy, facts, arch, knobs=knobs, configs=dict(_override.configs))
 
     split = None
-    if not isinstance(_override.split, EllipsisType):
-        split = _override.split
+    if not isinstance(forced_split, EllipsisType):
+        split = forced_split
     elif hardware is not None and extents is not None and facts.auto_cp:
         worth_trying = strategy.splits(facts, extents, hardware.sm_count)
         split = worth_trying[0]
@@ -159,25 +163,35 @@ def choose(facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, ex
             ruled = None if split_rule is None else split_rule.split(HV=facts.HV, extents=extents, sm_count=hardware.sm_count)
             split = ruled if ruled in worth_trying else split
     source = "override" if not _override.is_empty else "default" if answer is None else answer.stored.layer
-    return Dispatch(strategy.name, requests, split, source, answer)
+    return Dispatch(strategy.name, requests, facts, split, source, answer)
 
 
-def requests_for_any_size(facts: CallFacts, arch: Arch) -> list[CompileRequest]:
+def choose_backward(
+    facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, extents: Extents | None = None
+) -> Dispatch:
+    """choose() of the gradients of a call."""
+    return choose(facts, arch, op=BACKWARD, hardware=hardware, extents=extents)
+
+
+def requests_for_any_size(facts: CallFacts, arch: Arch, *, op: str = FORWARD) -> list[CompileRequest]:
     """The kernels that calls may need where nothing was tuned, whatever their sizes: so that no later size compiles."""
-    return _requests_for_any_size(strategies_for(facts, arch), facts, arch)
+    facts, usable = _usable(op, facts, arch)
+    strategies = [strategy for strategy in usable.values() if strategy.held_back is None]
+    first = max(number for number, strategy in enumerate(strategies) if strategy.suits is None)      # what it comes to at last
+    by_strategy = (_requests(strategy, facts, arch, knobs={}) for strategy in strategies[first:])
+    return list(dict.fromkeys(request for requests in by_strategy for request in requests.values()))     # they share kernels
 
 
 def backward_requests_for_any_size(facts: CallFacts, arch: Arch) -> list[CompileRequest]:
-    """As requests_for_any_size, of the gradients of calls."""
-    facts, strategies = backward_strategies_for(facts, arch)
-    return _requests_for_any_size(strategies, facts, arch)
+    """requests_for_any_size() of the gradients of calls."""
+    return requests_for_any_size(facts, arch, op=BACKWARD)
 
 
-def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> list[CompileRequest]:
+def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware, *, op: str = FORWARD) -> list[CompileRequest]:
     """The kernels that tuned records may name for calls on this kind of GPU, whatever their sizes."""
-    usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
+    facts, usable = _usable(op, facts, arch)
     found: dict[CompileRequest, None] = {}
-    for stored in record_store.find(Identity(op=FORWARD, hardware=hardware, problem=Problem.of(facts))):
+    for stored in record_store.find(Identity(op=op, hardware=hardware, problem=Problem.of(facts))):
         for entry in stored.record.entries[1:]:          # where the first, the default, is best, nothing of it is used
             if _entry_rejection(entry, facts, usable, arch) is None:
                 candidate = entry.candidate
@@ -186,37 +200,11 @@ def requests_of_records(facts: CallFacts, arch: Arch, hardware: Hardware) -> lis
     return list(found)
 
 
-def choose_backward(
-    facts: CallFacts, arch: Arch, *, hardware: Hardware | None = None, extents: Extents | None = None
-) -> BackwardDispatch:
-    """How to compute the gradients of a call, with the configs in force or the defaults.
-
-    Args:
-        hardware: the GPU that will run it; None takes what suits every size.
-        extents: the sizes of the batch, in chunks of BACKWARD_CHUNK_SIZES[0]; None likewise.
-
-    Raises:
-        UnsupportedError: no strategy serves them, and they come from the reference.
-        InvalidConfigError: a strategy or config in force cannot serve the call; carries the reason.
-    """
-    facts, usable = backward_strategies_for(facts, arch)
-    by_name = {strategy.name: strategy for strategy in usable}
-    strategy = _preferred(by_name, facts, arch, hardware, extents, _override.backward_strategy)
-    requests = _requests(strategy, facts, arch, knobs={}, configs=dict(_override.configs))
-    split = None
-    if not isinstance(_override.backward_split, EllipsisType):
-        split = _override.backward_split
-    elif hardware is not None and extents is not None and facts.auto_cp:
-        split = strategy.splits(facts, extents, hardware.sm_count)[0]
-    return BackwardDispatch(strategy.name, requests, facts, split)
-
-
-def consider(facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None) -> Iterator[Considered]:
+def consider(
+    facts: CallFacts, arch: Arch, hardware: Hardware, extents: Extents | None, *, op: str = FORWARD
+) -> Iterator[Considered]:
     """What each record for this GPU and problem says of a call, in the order in which they are asked."""
-    usable = {strategy.name: strategy for strategy in strategies_for(facts, arch)}
-    identity = Identity(op=FORWARD, hardware=hardware, problem=Problem.of(facts))
-    for stored in record_store.find(identity):
-        yield _consider(stored, facts, usable, arch, extents)
+    return _considered(op, *_usable(op, facts, arch), arch, hardware, extents)
 
 
 def bucket(extents: Extents) -> Extents:
@@ -236,17 +224,19 @@ def extents_of(inputs: CallInputs, chunk_size: int | None = None) -> Extents:
     return Extents(chunks=N * chunks, longest=chunks, sequences=N)
 
 
-def tune_command(facts: CallFacts, extents: Extents | None = None) -> str:
-    """The command that tunes a kind of call."""
+def tune_command(facts: CallFacts, extents: Extents | None = None, *, op: str = FORWARD) -> str:
+    """The command that tunes an operation of a kind of call."""
     words = [f"qla-tune tune --heads {facts.H}:{facts.HV} --dims {facts.K}:{facts.V}"]
+    if op == BACKWARD:
+        words.append("--backward")
     if (dtype := str(facts.dtype).removeprefix("torch.")) != "bfloat16":
         words.append(f"--dtype {dtype}")
-    if facts.chunk_size != 64:
+    if facts.chunk_size != 64 and op != BACKWARD:                        # which takes chunks of its own
         words.append(f"--chunk-size {facts.chunk_size}")
     if facts.varlen:
         words.append("--packed")
     if extents is not None:
-        words.append(f"--lengths {facts.chunk_size * _rounded(extents.longest)}")
+        words.append(f"--lengths {chunk_of_sizes(op, facts) * _rounded(extents.longest)}")
     return " ".join(words)
 
 
@@ -279,6 +269,12 @@ def override_in_force() -> Override:
     return _override
 
 
+def _usable(op: str, facts: CallFacts, arch: Arch) -> tuple[CallFacts, dict[str, Strategy]]:
+    """The call in chunks as the operation takes it, and the strategies that serve it by name, also those held back."""
+    facts, strategies = strategies_of(op, facts, arch)
+    return facts, {strategy.name: strategy for strategy in strategies}
+
+
 def _preferred(
     usable: Mapping[str, Strategy],
     facts: CallFacts,
@@ -287,7 +283,7 @@ def _preferred(
     extents: Extents | None,
     forced: str | None,
 ) -> Strategy:
-    """The strategy in force, else the last that suits the sizes."""
+    """The strategy in force, else the last that suits the sizes and is not held back."""
     if forced in usable:
         return usable[forced]
     if forced is not None:
@@ -296,17 +292,12 @@ def _preferred(
     suitable = (
         strategy
         for strategy in reversed(usable.values())
-        if strategy.suits is None
-        or (hardware is not None and extents is not None and strategy.suits(facts, extents, hardware.sm_count))
+        if strategy.held_back is None and (
+            strategy.suits is None
+            or (hardware is not None and extents is not None and strategy.suits(facts, extents, hardware.sm_count))
+        )
     )
     return next(suitable)
-
-
-def _requests_for_any_size(strategies: Sequence[Strategy], facts: CallFacts, arch: Arch) -> list[CompileRequest]:
-    """From the last strategy that suits every size on."""
-    first = max(number for number, strategy in enumerate(strategies) if strategy.suits is None)
-    by_strategy = (_requests(strategy, facts, arch, knobs={}) for strategy in strategies[first:])
-    return list(dict.fromkeys(request for requests in by_strategy for request in requests.values()))     # they share kernels
 
 
 def _requests(
@@ -338,6 +329,18 @@ def _checked(name: str, step: Step, config: Any, arch: Arch) -> CompileRequest:
 
 
 # What a record says
+
+
+def _considered(
+    op: str,
+    facts: CallFacts,
+    usable: Mapping[str, Strategy],
+    arch: Arch,
+    hardware: Hardware,
+    extents: Extents | None,
+) -> Iterator[Considered]:
+    for stored in record_store.find(Identity(op=op, hardware=hardware, problem=Problem.of(facts))):
+        yield _consider(stored, facts, usable, arch, extents)
 
 
 def _consider(
@@ -405,11 +408,18 @@ def _way(entry: Entry, weights: Mapping[int, float], best: Mapping[int, float], 
 def _entry_rejection(entry: Entry, facts: CallFacts, usable: Mapping[str, Strategy], arch: Arch) -> Rejection | None:
     """Why an entry cannot serve a call with the templates as they are today, or None."""
     candidate: Candidate = entry.candidate
-    if candidate.strategy not in usable:
-        return Rejection(f"strategy {candidate.strategy} does not serve this call; {', '.join(usable)} would")
+    strategy = usable.get(candidate.strategy)
+    if strategy is None:
+        would = ", ".join(name for name, other in usable.items() if other.held_back is None)
+        return Rejection(f"strategy {candidate.strategy} does not serve this call; {would} would")
+    if strategy.held_back is not None:
+        return Rejection(f"strategy {candidate.strategy} is held back: {strategy.held_back}")
     if entry.split_rule is not None and not facts.auto_cp:
         return Rejection("it splits sequences, and the call has auto_cp=False")
-    for name, step in usable[candidate.strategy].steps(facts).items():
+    unknown = candidate.configs.keys() - strategy.steps(facts._replace(use_qk_l2norm_in_kernel=True)).keys()
+    if unknown:
+        return Rejection(f"{candidate.strategy} has no step {', '.join(sorted(unknown))} today")
+    for name, step in strategy.steps(facts).items():
         knobs = candidate.configs.get(name)
         if knobs is None:
             continue
@@ -445,11 +455,11 @@ def _rounded(value: int) -> int:
 _told: set[str] = set()
 
 
-def _tell_untuned(facts: CallFacts, extents: Extents | None, hardware: Hardware) -> None:
-    if FORWARD not in _told:
-        _told.add(FORWARD)
+def _tell_untuned(op: str, facts: CallFacts, extents: Extents | None, hardware: Hardware) -> None:
+    if op not in _told:
+        _told.add(op)
         logger.info(
             "%s runs with default configs: nothing was tuned for H=%d, HV=%d, K=%d, V=%d at this size on %s with %d SMs. "
             "To tune it: %s",
-            FORWARD, facts.H, facts.HV, facts.K, facts.V, hardware.arch, hardware.sm_count, tune_command(facts, extents),
+            op, facts.H, facts.HV, facts.K, facts.V, hardware.arch, hardware.sm_count, tune_command(facts, extents, op=op),
         )

@@ -34,8 +34,6 @@ SCHEMA_VERSION = 1                       # raise it when a reader of the old sch
 MAX_FILE_BYTES = 64 << 20
 MAX_RECORD_BYTES = 4 << 20
 
-FORWARD = "gdn_forward"                  # the chunked forward: every strategy of ops/plan.py
-
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")]
 Microseconds = Annotated[float, Field(gt=0), AfterValidator(lambda value: round(value, 3))]      # nanoseconds are noise
 Factor = Annotated[float, Field(gt=0), AfterValidator(lambda value: round(value, 4))]
@@ -66,6 +64,8 @@ class Problem(Model):
     Left out, because they change the ends of a kernel or a small kernel of its own, and not which config wins: whether there
     are states, their dtype and layout; dtypes of gates, betas and cu_seqlens; what is computed in the kernel from logits;
     l2norm. Records are made on a call with states at both ends (workload.facts_of), whose kernels hold the code of the others.
+    Of a backward that means: with gradients of the final and of the initial state; `chunk_size` is then that of the backward,
+    one of plan.BACKWARD_CHUNK_SIZES, whatever the forward's is.
     `auto_cp=False` is honoured when a record is read: nothing that splits is taken.
     """
 
@@ -88,7 +88,7 @@ class Problem(Model):
 class Identity(Model):
     """What must be equal for a record to answer."""
 
-    op: Name
+    op: Name                             # plan.FORWARD or plan.BACKWARD
     hardware: Hardware
     problem: Problem
 
@@ -106,7 +106,8 @@ class Identity(Model):
 
 
 class Point(Model):
-    """Run-time sizes at which candidates were timed, in chunks, and the kind of gates: times depend on both."""
+    """Run-time sizes at which candidates were timed, in chunks (plan.chunk_of_sizes), and the kind of gates: times depend on
+    both."""
 
     chunks: PositiveInt                  # of all sequences together
     longest: PositiveInt                 # of the longest sequence
@@ -191,7 +192,8 @@ class Reason(str, enum.Enum):
 
 
 class Candidate(Model):
-    """A strategy with the knobs of each of its kernels, by step. Steps left out take their template's default."""
+    """A strategy of the record's operation with the knobs of each of its kernels, by step. Steps left out take their template's
+    default."""
 
     strategy: Name
     configs: dict[Name, dict[Name, bool | int | float | str | None]]

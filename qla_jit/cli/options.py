@@ -16,6 +16,7 @@ from ..device import gpu_count, gpu_info
 from ..errors import EnvironmentUnsuitable, InputError, RecordError
 from ..kernel_templates.arch import ARCHES
 from ..models import model, models
+from ..ops.plan import BACKWARD, FORWARD
 from ..record_store import Stored
 from ..tuning_records import Hardware, Preference, Problem, Record, load
 from ..workload import parse_pairs
@@ -47,6 +48,7 @@ LayerFilter = Annotated[LayerOption | None, typer.Option("--layer", help="Only r
 Prefer = Annotated[PreferOption, typer.Option("--prefer", help="Which record is kept where there are two.")]
 Models = Annotated[list[str] | None, typer.Option("--model", help=f"One of {', '.join(models())}.")]
 Tp = Annotated[list[int] | None, typer.Option("--tp", help="GPUs that share the heads of the model.")]
+Backward = Annotated[bool, typer.Option("--backward", help="The gradients of such calls instead of their outputs.")]
 Device = Annotated[int, typer.Option("--device", help="Index of the GPU.")]
 Gpu = Annotated[str | None, typer.Option("--gpu", help="ARCH:SMS:L2_MIB, as in sm_90a:132:60, instead of the GPU that is here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -82,6 +84,10 @@ def hardware_of(text: str | None, device: int) -> Hardware:
     if device >= gpu_count():
         raise EnvironmentUnsuitable(f"there is no GPU {device}; name one, as in --gpu sm_90a:132:60, or see qla-tune doctor")
     return Hardware.of(gpu_info(torch.device("cuda", device)))
+
+
+def op_of(backward: bool) -> str:
+    return BACKWARD if backward else FORWARD
 
 
 def stored_records(heads: Sequence[str] | None, dims: Sequence[str] | None, layer: LayerOption | None) -> list[Stored]:

@@ -79,6 +79,7 @@ def describe(record: Record) -> dict[str, Any]:
     problem, hardware = record.problem, record.hardware
     speedup, config = gain(record)
     return {
+        "op": record.op,
         "gpu": f"{hardware.arch}:{hardware.sm_count}:{hardware.l2_bytes >> 20}",
         "heads": f"{problem.H}:{problem.HV}",
         "dims": f"{problem.K}:{problem.V}",

@@ -14,12 +14,14 @@ import typer
 from .. import record_store, select
 from ..errors import EnvironmentUnsuitable, InputError
 from ..kernel_templates.arch import ARCHES
+from ..ops.plan import chunk_of_sizes
 from ..tune.search_space import extents_of
-from ..tuning_records import FORWARD, Identity, Record, Rigor, diff, merge, save, save_directory
+from ..tuning_records import Identity, Problem, Record, Rigor, diff, merge, save, save_directory
 from ..workload import facts_of, parse_batches
 from .command import ExitCode, NoSuchRecordError, verb
 from .options import (
     AsJson,
+    Backward,
     ChunkSize,
     Device,
     Dims,
@@ -33,6 +35,7 @@ from .options import (
     PreferOption,
     hardware_of,
     load_records,
+    op_of,
     problem_of,
     shapes_of,
     stored_records,
@@ -65,7 +68,7 @@ def show(
             row["record"] = json.loads(s.record.to_json())
         print_json(told)
         return ExitCode.OK
-    keys = ("gpu", "heads", "dims", "dtype", "chunk", "packed", "rigor", "speedup", "config", "recorded", "stale")
+    keys = ("op", "gpu", "heads", "dims", "dtype", "chunk", "packed", "rigor", "speedup", "config", "recorded", "stale")
     print_table(("layer", *keys), [(s.layer, *(describe(s.record)[key] for key in keys)) for s in found])
     for s in found if curves else ():
         typer.echo(f"\n{s.record.identity}, {s.layer}: {s.place}")
@@ -78,6 +81,7 @@ def explain(
     heads: Heads = None,
     dims: Dims = None,
     seqlens: Annotated[str | None, typer.Option("--lengths", help="One batch: 8192, 4x8192, or packed 8192+300+1.")] = None,
+    backward: Backward = False,
     packed: Packed = False,
     dtype: Dtype = "bfloat16",
     chunk_size: ChunkSize = 64,
@@ -93,12 +97,12 @@ def explain(
         raise InputError("explain is about one call: give one pair of --heads and --dims, and one batch as --lengths")
     problem = problem_of(*shapes[0][0], *shapes[0][1], dtype, chunk_size, packed)
     hardware = hardware_of(gpu, device)
-    facts = facts_of(problem, torch.device("cuda", device))
-    extents = extents_of(batches[0], chunk_size) if batches else None
+    facts, op = facts_of(problem, torch.device("cuda", device)), op_of(backward)
+    extents = extents_of(batches[0], chunk_of_sizes(op, facts)) if batches else None
     arch = ARCHES[hardware.arch]
-    dispatch = select.choose(facts, arch, hardware=hardware, extents=extents)
-    asked = list(select.consider(facts, arch, hardware, extents))
-    identity = Identity(op=FORWARD, hardware=hardware, problem=problem)
+    dispatch = select.choose(facts, arch, op=op, hardware=hardware, extents=extents)
+    asked = list(select.consider(facts, arch, hardware, extents, op=op))
+    identity = Identity(op=op, hardware=hardware, problem=Problem.of(dispatch.facts))
     nearest = _nearest(identity) if not asked else None
     data = {
         "call": str(identity),
@@ -106,7 +110,7 @@ def explain(
         "answer": describe_dispatch(dispatch),
         "asked": [describe_considered(considered) for considered in asked],
         "nearest": nearest,
-        "command": select.tune_command(facts, extents),
+        "command": select.tune_command(facts, extents, op=op),
     }
     if as_json:
         print_json(data)
@@ -209,10 +213,12 @@ def prune(
 
 
 def _nearest(identity: Identity) -> dict[str, Any] | None:
-    """The record that differs in the fewest fields."""
+    """The record of the same operation that differs in the fewest fields."""
     wanted = _flat(identity)
     candidates = []
     for stored in record_store.everything():
+        if stored.record.op != identity.op:
+            continue
         there = _flat(stored.record.identity)
         differs_in = [f"{name} ({there[name]} there, {wanted[name]} asked)" for name in wanted if there[name] != wanted[name]]
         candidates.append({"layer": stored.layer, "place": str(stored.place), "differs_in": differs_in})
@@ -220,7 +226,7 @@ def _nearest(identity: Identity) -> dict[str, Any] | None:
 
 
 def _flat(identity: Identity) -> dict[str, Any]:
-    return {"op": identity.op, **identity.hardware.model_dump(), **identity.problem.model_dump()}
+    return {**identity.hardware.model_dump(), **identity.problem.model_dump()}
 
 
 def _written(path: Path, records: Sequence[Record], as_json: bool) -> ExitCode:

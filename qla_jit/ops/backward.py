@@ -47,7 +47,7 @@ Launch = dict[str, Callable[..., None]]  # the entry points of the kernels by st
 class Kernels:
     """How the gradients of a call are computed, and the entry points of the kernels by step."""
 
-    dispatch: select.BackwardDispatch
+    dispatch: select.Dispatch
     launch: Launch
 
 
@@ -59,19 +59,19 @@ def kernels_for(inputs: CallInputs, together_with: Callable[[], Sequence[Compile
 
     A dictionary hit from the second call of about the same size on. With facts.output_final_state the final state has a gradient.
     """
-    facts, extents = inputs.facts, select.bucket(select.extents_of(inputs, plan.BACKWARD_CHUNK_SIZES[0]))
+    facts, extents = inputs.facts, select.bucket(select.extents_of(inputs, plan.chunk_of_sizes(plan.BACKWARD, inputs.facts)))
     override = select.override_in_force()
     key = (facts, override, extents)
     if key not in _ready:
         gpu = gpu_info(facts.device)
         try:
-            dispatch = select.choose_backward(facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
+            dispatch = select.choose(facts, gpu.arch, op=plan.BACKWARD, hardware=Hardware.of(gpu), extents=extents)
         except UnsupportedError:
             _ready[key] = None
         else:
             needed = list(dispatch.requests.values())
-            if override.is_empty and settings().mode != "require":
-                needed += select.backward_requests_for_any_size(facts, gpu.arch)     # as in pipeline.choice_for()
+            if dispatch.source == "default" and settings().mode != "require":                # as in pipeline.choice_for()
+                needed += select.requests_for_any_size(facts, gpu.arch, op=plan.BACKWARD)
             needed = list(dict.fromkeys([*needed, *together_with()]))
             with told_on_a_miss(lambda: build_command_of_call(facts, gpu, backward=True)):
                 loaded = dict(zip(needed, kernel_cache.get(needed), strict=True))

@@ -35,6 +35,9 @@ from ..kernel_templates.contract import Rejection, Template
 from .inputs import CallFacts
 from .splits import SEGMENTS, best_backward_split, best_split
 
+# The operations that strategies compute, as their tuned records are named.
+FORWARD, BACKWARD = "gdn_forward", "gdn_backward"
+
 KEY_DIMS = (64, 96, 128, 192, 256)
 VALUE_DIMS = (64, 96, 128, 192, 256, 512)
 
@@ -94,6 +97,25 @@ class Strategy:
     splits: Callable[[CallFacts, Extents, int], tuple[int | None, ...]] = whole_sequences
     # Whether it is the better choice for these sizes on so many SMs, as far as is known without tuning; None: for all.
     suits: Callable[[CallFacts, Extents, int], bool] | None = None
+    # Why only who forces it gets it: it is never chosen, tuned, built ahead or taken from a record. None: it is not held back.
+    held_back: str | None = None
+
+
+def strategies_of(op: str, facts: CallFacts, arch: Arch) -> tuple[CallFacts, list[Strategy]]:
+    """The strategies that can serve an operation of a call, the baseline first, and the call in chunks as they take it.
+
+    Raises:
+        UnsupportedError: there is none; the message gives each one's reason.
+    """
+    return backward_strategies_for(facts, arch) if op == BACKWARD else (facts, strategies_for(facts, arch))
+
+
+def chunk_of_sizes(op: str, facts: CallFacts) -> int:
+    """Tokens per chunk in which the sizes of a batch are told to the strategies of an operation, and stand in its records.
+
+    For the backward it is the first of its own sizes, also where only another one serves the call: known without asking.
+    """
+    return BACKWARD_CHUNK_SIZES[0] if op == BACKWARD else facts.chunk_size
 
 
 def strategies_for(facts: CallFacts, arch: Arch) -> list[Strategy]:
@@ -384,20 +406,21 @@ STRATEGIES = {
     )
 }
 
-# Gradients come from one of these whatever strategy computes the outputs; the same order. registers_split stands before
-# registers, that is, it is there for who forces it: one run of its device tests on an H200 found dv of one head 2.4 % off with
-# segments of one chunk, where the run before had found nothing. A strategy is eligible because it was verified.
+# Gradients come from one of these whatever strategy computes the outputs; the same order. The run of device tests before that
+# which holds registers_split back had found nothing. A strategy is eligible because it was verified: the line goes when that
+# dv is explained.
 BACKWARD_STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         Strategy("chunked", templates_cover(chunked_backward_steps), chunked_backward_steps),
+        Strategy("registers", templates_cover(register_backward_steps), register_backward_steps),
         Strategy(
             "registers_split",
             templates_cover(split_register_backward_steps),
             split_register_backward_steps,
             functools.partial(segment_lengths, model=best_backward_split),
             functools.partial(split_pays, model=best_backward_split),
+            held_back="in one run of its device tests on an H200 dv of one head was 2.4 % off with segments of one chunk",
         ),
-        Strategy("registers", templates_cover(register_backward_steps), register_backward_steps),
     )
 }

@@ -7,7 +7,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..tuning_records import (
-    FORWARD,
+    Candidate as RecordedCandidate,
+)
+from ..tuning_records import (
     Entry,
     Hardware,
     Measurement,
@@ -19,9 +21,6 @@ from ..tuning_records import (
     Reason,
     Record,
     Versions,
-)
-from ..tuning_records import (
-    Candidate as RecordedCandidate,
 )
 from .bench import Machine
 from .measure import PROTOCOL, estimate
@@ -53,9 +52,9 @@ def record_of(problem: TuneProblem, space: SearchSpace, machine: Machine, findin
     if machine.state.driver is not None:
         versions = versions.model_copy(update={"driver": machine.state.driver})
     return Record(
-        op=FORWARD,
+        op=space.op,
         hardware=Hardware(arch=machine.arch, sm_count=machine.sm_count, l2_bytes=machine.l2_bytes),
-        problem=Problem.of(problem.facts),
+        problem=Problem.of(space.facts),
         rigor=findings.rigor,
         points=tuple(point_of(batch, problem.gates) for batch in batches),
         entries=tuple(entry for entry in entries if any(entry.curve)),

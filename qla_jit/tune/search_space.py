@@ -15,7 +15,7 @@ from .. import select
 from ..compiler import CompileRequest
 from ..kernel_templates.arch import Arch
 from ..ops.inputs import CallFacts
-from ..ops.plan import Extents, Step, Strategy, strategies_for
+from ..ops.plan import FORWARD, Extents, Step, Strategy, chunk_of_sizes, strategies_of
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,34 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The candidates of one call on one kind of GPU."""
+    """The candidates for an operation of one call on one kind of GPU.
 
-    facts: CallFacts
+    Raises:
+        UnsupportedError: no strategy serves it.
+    """
+
+    facts: CallFacts                         # in chunks as the operation takes the call
     arch: Arch
     sm_count: int
+    op: str = FORWARD
+
+    def __post_init__(self) -> None:
+        facts, _ = strategies_of(self.op, self.facts, self.arch)
+        object.__setattr__(self, "facts", facts)
 
     @property
     def strategies(self) -> list[Strategy]:
-        """Those that serve the call, the baseline last.
+        """Those that serve the call and are not held back, the baseline last."""
+        _, usable = strategies_of(self.op, self.facts, self.arch)
+        return [strategy for strategy in reversed(usable) if strategy.held_back is None]
 
-        Raises:
-            UnsupportedError: none does.
-        """
-        return strategies_for(self.facts, self.arch)[::-1]
+    def extents(self, lengths: tuple[int, ...]) -> Extents:
+        """The sizes of a batch, as a call of it is looked up with before they are rounded."""
+        return extents_of(lengths, chunk_of_sizes(self.op, self.facts))
+
+    def lengths(self, extents: Extents) -> tuple[int, ...]:
+        """A batch of these sizes, in tokens."""
+        return lengths_of(extents, chunk_of_sizes(self.op, self.facts))
 
     def default(self, extents: Extents) -> Candidate:
         """What runs at these sizes when nothing was tuned; as select.choose() has it."""

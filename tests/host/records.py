@@ -8,8 +8,8 @@ import torch
 
 from qla_jit.kernel_templates.arch import SM90A
 from qla_jit.ops.inputs import CallFacts
+from qla_jit.ops.plan import FORWARD
 from qla_jit.tuning_records import (
-    FORWARD,
     Candidate,
     Entry,
     Hardware,

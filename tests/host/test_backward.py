@@ -7,14 +7,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import records
 import torch
 from backward_kernels import BETA_FLOOR, H200, Kernels
 from cases import BETAS, GATES, Case, arguments, relative_l2
+from records import DEFAULT, WIDE, entry
 
 from qla_jit import kernel_cache, select
 from qla_jit.compiler import CompileRequest
 from qla_jit.errors import InvalidConfigError, KernelNotCachedError, UnsupportedError
-from qla_jit.kernel_templates import warpgroup_gradients
+from qla_jit.kernel_templates import state_scan, warpgroup_gradients
 from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
 from qla_jit.models import models
 from qla_jit.ops import autograd, backward, fallback, operands, pipeline, plan
@@ -22,6 +24,7 @@ from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
 from qla_jit.ops.operands import floored_strengths
 from qla_jit.ops.results import Gradients
 from qla_jit.ops.splits import best_backward_split, split_backward_us, whole_backward_us
+from qla_jit.tuning_records import Problem, save_directory
 
 SCANS = {
     "chunked": ("gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan"),
@@ -86,7 +89,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
         facts = inputs.facts._replace(chunk_size=chunk_size)
         stand_ins = Kernels(replace(inputs, facts=facts), strategy)
         launch = {step: getattr(stand_ins, step) for step in STEPS[strategy]}
-        kernels = backward.Kernels(select.BackwardDispatch(strategy, {}, facts, split), launch)
+        kernels = backward.Kernels(select.Dispatch(strategy, {}, facts, split), launch)
         monkeypatch.setattr(backward, "kernels_for", lambda inputs: kernels)
         return backward.backward(inputs, do, dht)
 
@@ -444,6 +447,27 @@ def test_both_directions_are_compiled_in_one_go_at_the_first_forward(asked: list
         assert backward.kernels_for(later).dispatch.strategy == "registers"      # registers_split is for who forces it
     assert autograd.covers(call(lengths=(0,)))
     assert all(set(batch) <= set(together) for batch in asked)
+
+
+def test_a_record_decides_and_no_kernels_of_other_sizes_are_built(asked: list, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = long_call(8, 64)
+    asked.clear()
+    monkeypatch.setenv("QLA_JIT_DB_PATH", str(tmp_path))
+    default = (100.0, 400.0)
+    wide = entry(WIDE, 80.0, 320.0, default=default)             # of `chunked`, which is not what runs without a record
+    found = records.record(op=plan.BACKWARD, problem=Problem.of(inputs.facts), entries=(entry(DEFAULT, *default), wide))
+    save_directory(tmp_path, [found])
+    dispatch = backward.kernels_for(inputs).dispatch
+    assert (dispatch.strategy, dispatch.source, dispatch.match) == ("chunked", "directory", "interpolated")
+    assert dispatch.requests["state_scan"].config == state_scan.Config(**WIDE["state_scan"])
+    assert [set(batch) for batch in asked] == [set(dispatch.requests.values())]
+    assert backward.kernels_for(long_call(8, 4)).dispatch.source == "default"            # outside of what was measured
+
+
+def test_what_is_held_back_is_the_last_and_never_the_baseline() -> None:
+    strategies = list(plan.BACKWARD_STRATEGIES.values())
+    assert [strategy.name for strategy in strategies if strategy.held_back] == ["registers_split"]
+    assert strategies[-1].name == "registers_split"              # preferred where it pays, once it is not held back
 
 
 def test_where_nothing_is_compiled_a_call_asks_for_its_own_kernels_alone(asked: list, monkeypatch: pytest.MonkeyPatch) -> None:

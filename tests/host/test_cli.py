@@ -21,6 +21,7 @@ from qla_jit.doctor import Finding
 from qla_jit.enumeration import Variants
 from qla_jit.errors import EnvironmentUnsuitable
 from qla_jit.models import ModelShape
+from qla_jit.ops.plan import BACKWARD, FORWARD
 from qla_jit.tune import report, session
 from qla_jit.tune.session import Check, Event, ProblemResult, SessionResult, Verification
 from qla_jit.tuning_records import Hardware, Rigor, Versions, load, save, save_directory
@@ -224,6 +225,25 @@ def test_explain_names_the_nearest_record_and_the_command_on_a_miss(run):
     assert text.rstrip().endswith(told["command"])
 
 
+def test_explain_is_about_gradients_where_asked(run):
+    record_store.save_user_records([records.record(), records.record(op=BACKWARD)])
+    told = run("explain", "--heads", "2:8", "--lengths", "4096", "--backward", "--chunk-size", 16, "--json")
+    assert told["call"].startswith("gdn_backward 2:8 128:128 bfloat16 C64 on")
+    assert told["extents"] == {"chunks": 64, "longest": 64, "sequences": 1}
+    answer = told["answer"]
+    assert (answer["source"], answer["match"], answer["strategy"]) == ("user", "interpolated", "chunked")
+    assert answer["configs"]["state_scan"]["block_v"] == 128
+    assert "state_gradient_scan" in answer["configs"]
+    run("explain", "--heads", "2:8", "--lengths", "4096", "--backward", "--require", "raced")
+
+
+def test_explain_names_the_nearest_record_of_the_operation(run):
+    record_store.save_user_records([records.record(), records.record(op=BACKWARD, problem=problem(H=16, HV=48))])
+    told = run("explain", "--heads", "2:8", "--lengths", "4096", "--backward", "--json")
+    assert told["nearest"]["differs_in"] == ["H (16 there, 2 asked)", "HV (48 there, 8 asked)"]
+    assert told["command"] == "qla-tune tune --heads 2:8 --dims 128:128 --backward --lengths 4096"
+
+
 def test_explain_says_when_the_sizes_are_outside(run):
     record_store.save_user_records([records.record()])
     assert "the sizes are outside of what was measured" in run("explain", "--heads", "2:8", "--lengths", "65536")
@@ -413,6 +433,18 @@ def test_build_adds_what_the_records_of_that_gpu_name(run, bundles, places, opti
     run("build", *options, "--heads", "2:8", "--not-packed", "--out", places / "out")
     blocks = {request.config.block_v for request in bundles.requests[0] if request.template.name == "state_scan"}
     assert blocks == ({128} if counted else set())
+
+
+@pytest.mark.parametrize(
+    ("words", "ops"),
+    [((), {FORWARD}), (("--backward",), {FORWARD, BACKWARD}), (("--backward", "--chunk-size", 16), {BACKWARD})],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_a_bundle_has_the_records_of_gradients_where_it_is_for_gradients(run, bundles, places, words, ops):
+    record_store.save_user_records([records.record(), records.record(op=BACKWARD)])
+    told = run("build", *GPU_OPTIONS, "--heads", "2:8", "--not-packed", "--out", places / "out", "--json", *words)
+    shipped = {record.op for path in (places / "out" / "records").glob("*.json") for record in load(path)}
+    assert (told["records"], shipped) == (len(ops), ops)
 
 
 def test_build_tells_what_did_not_compile_and_exits_with_3(run, bundles, places):

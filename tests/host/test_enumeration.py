@@ -11,7 +11,7 @@ from qla_jit import enumeration, record_store, select, tuning_db
 from qla_jit.enumeration import Variants
 from qla_jit.errors import DtypeError, InputError, UnsupportedError
 from qla_jit.models import ModelShape
-from qla_jit.ops.plan import Extents
+from qla_jit.ops.plan import BACKWARD, Extents
 from qla_jit.tuning_records import Hardware
 
 SHAPE = ModelShape(H=2, HV=8, K=128, V=128)
@@ -113,9 +113,9 @@ def test_head_dims_without_kernels_are_refused_as_in_a_call():
 # Records
 
 
-def scans(gpus):
+def scans(gpus, **kinds):
     """The configs of the state scans, without states and without packing."""
-    one = Variants(packed=False, initial_state=False, output_final_state=True)
+    one = Variants(packed=False, initial_state=False, output_final_state=True, **kinds)
     requests = enumeration.kernels(SHAPE, one, records.ARCH, gpus)
     return [request.config.block_v for request in requests if request.template.name == "state_scan"]
 
@@ -133,6 +133,15 @@ def test_every_entry_of_a_record_for_the_gpu_is_built_also_where_it_was_not_time
     assert sorted(scans([H200])) == [32, 128]
     assert scans([Hardware(arch="sm_90a", sm_count=114, l2_bytes=50 << 20)]) == []
     assert scans([]) == []
+
+
+def test_records_of_gradients_are_built_where_there_are_gradients():
+    default = (100.0, 400.0)
+    entries = (entry(DEFAULT, *default), entry(WIDE, 80.0, 320.0, default=default))
+    record_store.save_user_records([records.record(op=BACKWARD, entries=entries)])
+    assert scans([H200]) == []
+    assert scans([H200], backward=True) == [WIDE["state_scan"]["block_v"]]
+    assert scans([], backward=True) == []
 
 
 def test_entries_that_the_templates_of_today_refuse_are_not_built():

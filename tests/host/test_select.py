@@ -14,7 +14,7 @@ from qla_jit import record_store, select, tuning_db
 from qla_jit.errors import InvalidConfigError
 from qla_jit.kernel_templates import state_scan
 from qla_jit.ops import plan
-from qla_jit.ops.plan import Extents
+from qla_jit.ops.plan import BACKWARD, FORWARD, Extents
 from qla_jit.record_store import save_user_records
 from qla_jit.tuning_records import Hardware, Rigor, SplitRule, Versions, save_directory
 
@@ -22,8 +22,10 @@ from qla_jit.tuning_records import Hardware, Rigor, SplitRule, Versions, save_di
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch):
     """No records anywhere but under tmp_path, and nothing told yet."""
-    # Records of these tests are about the baseline's kernels: no other strategy is the default here.
-    monkeypatch.setattr(plan, "STRATEGIES", {"chunked": plan.STRATEGIES["chunked"]})
+    # Records of these tests are about the baseline's kernels, which scan states in both directions: no other strategy is the
+    # default here.
+    for name in ("STRATEGIES", "BACKWARD_STRATEGIES"):
+        monkeypatch.setattr(plan, name, {"chunked": getattr(plan, name)["chunked"]})
     monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("QLA_JIT_DB_PATH", str(tmp_path / "directory"))
     monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
@@ -39,30 +41,35 @@ def sequence(chunks):
     return Extents(chunks=chunks, longest=chunks, sequences=1)
 
 
-def choose(extents=None, hardware=H200, **changes):
-    return select.choose(facts(**changes), ARCH, hardware=hardware, extents=extents)
+def choose(extents=None, hardware=H200, op=FORWARD, **changes):
+    return select.choose(facts(**changes), ARCH, op=op, hardware=hardware, extents=extents)
+
+
+both = pytest.mark.parametrize("op", [FORWARD, BACKWARD])
 
 
 def scan(dispatch):
     return dataclasses.asdict(dispatch.requests["state_scan"].config)
 
 
-def test_without_records_the_template_defaults_answer():
-    dispatch = choose(sequence(64))
+@both
+def test_without_records_the_template_defaults_answer(op):
+    dispatch = choose(sequence(64), op=op)
     assert (dispatch.source, dispatch.match, dispatch.rigor) == ("default", "none", Rigor.HEURISTIC)
     assert (dispatch.expected_regret, dispatch.stale) == (None, ())
     for request in dispatch.requests.values():
         assert request.config == request.template.default_config(request.problem, ARCH)
 
 
+@both
 @pytest.mark.parametrize(
     ("chunks", "match"),
     [(32, "measured"), (64, "interpolated"), (29, "interpolated"), (16, "none"), (256, "none"), (None, "typical")],
     ids=str,
 )
-def test_a_record_answers_between_its_points_alone(chunks, match):
-    save_user_records([records.record(rigor=Rigor.CONFIRMED)])
-    dispatch = choose(None if chunks is None else sequence(chunks))
+def test_a_record_answers_between_its_points_alone(chunks, match, op):
+    save_user_records([records.record(op=op, rigor=Rigor.CONFIRMED)])
+    dispatch = choose(None if chunks is None else sequence(chunks), op=op)
     assert dispatch.match == match
     tuned = match != "none"
     assert scan(dispatch) == (WIDE if tuned else DEFAULT)["state_scan"]
@@ -70,31 +77,34 @@ def test_a_record_answers_between_its_points_alone(chunks, match):
     assert dispatch.rigor is (Rigor.CONFIRMED if tuned else Rigor.HEURISTIC)
 
 
-def test_steps_that_the_record_leaves_out_take_their_default():
-    save_user_records([records.record()])
-    request = choose(sequence(64), use_qk_l2norm_in_kernel=True).requests["l2norm"]
+@both
+def test_steps_that_the_record_leaves_out_take_their_default(op):
+    save_user_records([records.record(op=op)])
+    request = choose(sequence(64), use_qk_l2norm_in_kernel=True, op=op).requests["l2norm"]
     assert request.config == request.template.default_config(request.problem, ARCH)
 
 
-def test_the_layers_are_asked_in_order_and_the_first_that_answers_wins(places):
+@both
+def test_the_layers_are_asked_in_order_and_the_first_that_answers_wins(places, op):
     slower = (entry(DEFAULT, 100.0, 400.0), entry(NARROW, 80.0, 320.0, default=(100.0, 400.0)))
-    save_directory(places / "shipped", [records.record()])
-    assert (choose(sequence(64)).source, scan(choose(sequence(64)))) == ("shipped", WIDE["state_scan"])
-    save_directory(places / "directory", [records.record(entries=slower)])
-    assert (choose(sequence(64)).source, scan(choose(sequence(64)))) == ("directory", NARROW["state_scan"])
+    save_directory(places / "shipped", [records.record(op=op)])
+    assert (choose(sequence(64), op=op).source, scan(choose(sequence(64), op=op))) == ("shipped", WIDE["state_scan"])
+    save_directory(places / "directory", [records.record(op=op, entries=slower)])
+    assert (choose(sequence(64), op=op).source, scan(choose(sequence(64), op=op))) == ("directory", NARROW["state_scan"])
     # The user's record ends at 16 chunks, and has nothing to say of 64.
-    save_user_records([records.record(points=one_sequence(8, 16))])
-    assert [choose(sequence(chunks)).source for chunks in (12, 64)] == ["user", "directory"]
+    save_user_records([records.record(op=op, points=one_sequence(8, 16))])
+    assert [choose(sequence(chunks), op=op).source for chunks in (12, 64)] == ["user", "directory"]
 
 
+@both
 @pytest.mark.parametrize(
     "hardware",
     [Hardware(arch="sm_90a", sm_count=78, l2_bytes=60 << 20), Hardware(arch="sm_90a", sm_count=132, l2_bytes=50 << 20), None],
     ids=["78-SMs", "50-MiB-L2", "no-GPU"],
 )
-def test_another_gpu_gets_the_default(hardware):
-    save_user_records([records.record()])
-    assert choose(sequence(64), hardware=hardware).source == "default"
+def test_another_gpu_gets_the_default(hardware, op):
+    save_user_records([records.record(op=op)])
+    assert choose(sequence(64), hardware=hardware, op=op).source == "default"
 
 
 # What the times say
@@ -121,11 +131,12 @@ def test_entries_within_one_percent_of_each_other_take_the_order_of_the_record()
         assert scan(choose(sequence(64)))["block_v"] == block_v
 
 
-def test_an_entry_that_does_not_beat_the_default_with_its_interval_is_not_taken():
+@both
+def test_an_entry_that_does_not_beat_the_default_with_its_interval_is_not_taken(op):
     default = (100.0, 400.0)
     unsure = entry(WIDE, 98.0, 392.0, default=default, spread=0.03)
-    save_user_records([records.record(entries=(entry(DEFAULT, *default), unsure))])
-    dispatch = choose(sequence(64))
+    save_user_records([records.record(op=op, entries=(entry(DEFAULT, *default), unsure))])
+    dispatch = choose(sequence(64), op=op)
     assert scan(dispatch) == DEFAULT["state_scan"]
     assert (dispatch.source, dispatch.match) == ("user", "interpolated")         # the record says so
     assert dispatch.expected_regret == pytest.approx(100 / 98 - 1, abs=1e-3)
@@ -150,13 +161,14 @@ def test_gate_profiles_count_alike():
     assert dispatch.expected_regret == pytest.approx((4 / 3) ** 0.5 - 1, abs=1e-3)
 
 
-def test_a_changed_version_is_told_and_changes_nothing():
-    save_user_records([records.record()])
-    stale = records.record().provenance.versions.model_copy(update={"tilelang": "0.0.1"})
-    provenance = records.record(days=1).provenance.model_copy(update={"versions": stale})
-    fresh = choose(sequence(64))
-    save_user_records([records.record(provenance=provenance)])
-    dispatch = choose(sequence(64))
+@both
+def test_a_changed_version_is_told_and_changes_nothing(op):
+    save_user_records([records.record(op=op)])
+    stale = records.record(op=op).provenance.versions.model_copy(update={"tilelang": "0.0.1"})
+    provenance = records.record(op=op, days=1).provenance.model_copy(update={"versions": stale})
+    fresh = choose(sequence(64), op=op)
+    save_user_records([records.record(op=op, provenance=provenance)])
+    dispatch = choose(sequence(64), op=op)
     assert scan(dispatch) == scan(fresh)
     assert dispatch.stale == (f"tilelang 0.0.1 -> {Versions.here().tilelang}",)
 
@@ -164,6 +176,7 @@ def test_a_changed_version_is_told_and_changes_nothing():
 # A record from another time
 
 
+@both
 @pytest.mark.parametrize(
     ("configs", "why"),
     [
@@ -175,22 +188,95 @@ def test_a_changed_version_is_told_and_changes_nothing():
     ],
     ids=["constraint", "knob-missing", "knob-too-many", "text", "bool"],
 )
-def test_a_config_that_its_template_refuses_today_is_passed_over(configs, why):
+def test_a_config_that_its_template_refuses_today_is_passed_over(configs, why, op):
     default = (100.0, 400.0)
     entries = (entry(DEFAULT, *default), entry(configs, 40.0, 160.0, default=default), entry(WIDE, 80.0, 320.0, default=default))
-    save_user_records([records.record(entries=entries)])
-    dispatch = choose(sequence(64))
+    save_user_records([records.record(op=op, entries=entries)])
+    dispatch = choose(sequence(64), op=op)
     assert scan(dispatch) == WIDE["state_scan"]
     assert why in str(dispatch.considered.ways[1].rejection)
 
 
-def test_a_strategy_that_is_gone_is_passed_over():
+@both
+def test_a_strategy_that_is_gone_is_passed_over(op):
     default = (100.0, 400.0)
     entries = (entry(DEFAULT, *default), entry(WIDE, 40.0, 160.0, default=default, strategy="retired"))
-    save_user_records([records.record(entries=entries)])
-    dispatch = choose(sequence(64))
+    save_user_records([records.record(op=op, entries=entries)])
+    dispatch = choose(sequence(64), op=op)
     assert scan(dispatch) == DEFAULT["state_scan"]
     assert "strategy retired" in str(dispatch.considered.ways[1].rejection)
+
+
+def test_a_step_that_is_gone_is_passed_over():
+    default = (100.0, 400.0)
+    renamed = {"old_scan": {"block_v": 32}}
+    save_user_records([records.record(entries=(entry(DEFAULT, *default), entry(renamed, 40.0, 160.0, default=default)))])
+    dispatch = choose(sequence(64))
+    assert scan(dispatch) == DEFAULT["state_scan"]
+    assert str(dispatch.considered.ways[1].rejection) == "chunked has no step old_scan today"
+
+
+# Operations
+
+
+def test_records_of_one_operation_say_nothing_of_the_other():
+    save_user_records([records.record(op=BACKWARD)])
+    assert [choose(sequence(64), op=op).source for op in (FORWARD, BACKWARD)] == ["default", "user"]
+
+
+@pytest.mark.parametrize("changes", [{"chunk_size": 16}, {"output_final_state": False}, {"state_dtype": torch.bfloat16}], ids=str)
+def test_gradients_of_calls_in_any_chunks_have_the_same_record(changes):
+    save_user_records([records.record(op=BACKWARD)])
+    dispatch = choose(sequence(64), op=BACKWARD, **changes)
+    assert (dispatch.source, scan(dispatch)) == ("user", WIDE["state_scan"])
+    assert dispatch.facts == facts(**changes)._replace(chunk_size=64)
+
+
+def test_a_strategy_of_the_other_operation_serves_nothing():
+    default = (100.0, 400.0)
+    entries = (entry(DEFAULT, *default), entry({}, 40.0, 160.0, default=default, strategy="fused"))
+    save_user_records([records.record(op=BACKWARD, entries=entries)])
+    dispatch = choose(sequence(64), op=BACKWARD)
+    assert scan(dispatch) == DEFAULT["state_scan"]
+    assert str(dispatch.considered.ways[1].rejection) == "strategy fused does not serve this call; chunked would"
+
+
+@pytest.fixture
+def held_back(monkeypatch):
+    """A strategy of the backward that would be the default at every size, and a record that likes it."""
+    strategy = dataclasses.replace(plan.BACKWARD_STRATEGIES["chunked"], name="quick", held_back="wrong once in a thousand runs")
+    monkeypatch.setitem(plan.BACKWARD_STRATEGIES, "quick", strategy)
+    default = (100.0, 400.0)
+    entries = (entry(DEFAULT, *default), entry(WIDE, 40.0, 160.0, default=default, strategy="quick"))
+    save_user_records([records.record(op=BACKWARD, entries=entries)])
+    return strategy
+
+
+def test_what_is_held_back_is_neither_chosen_nor_taken_from_a_record(held_back):
+    dispatch = choose(sequence(64), op=BACKWARD)
+    assert (dispatch.strategy, dispatch.source) == ("chunked", "user")
+    assert str(dispatch.considered.ways[1].rejection) == "strategy quick is held back: wrong once in a thousand runs"
+    assert choose(sequence(8), op=BACKWARD).strategy == "chunked"        # outside of the record
+    assert not select.requests_of_records(facts(), ARCH, H200, op=BACKWARD)
+
+
+def test_what_is_held_back_is_there_for_who_forces_it(held_back):
+    with select.override(backward_strategy="quick"):
+        assert choose(sequence(64), op=BACKWARD).strategy == "quick"
+
+
+def test_what_is_not_held_back_any_more_is_the_preferred_one(held_back, monkeypatch):
+    monkeypatch.setitem(plan.BACKWARD_STRATEGIES, "quick", dataclasses.replace(held_back, held_back=None))
+    assert choose(sequence(8), op=BACKWARD).strategy == "quick"
+    dispatch = choose(sequence(64), op=BACKWARD)
+    assert (dispatch.strategy, scan(dispatch)) == ("quick", WIDE["state_scan"])
+
+
+def test_forcing_one_operation_leaves_the_other_to_the_records():
+    save_user_records([records.record(op=op) for op in (FORWARD, BACKWARD)])
+    with select.override("chunked", split=4):
+        assert scan(choose(sequence(64))) == DEFAULT["state_scan"]
+        assert (scan(choose(sequence(64), op=BACKWARD)), choose(sequence(64), op=BACKWARD).split) == (WIDE["state_scan"], None)
 
 
 # Splits
@@ -262,14 +348,16 @@ def test_each_part_of_an_override_makes_another_key():
 # What is told, and what is not
 
 
-def test_one_line_a_process_says_what_to_run(caplog):
+def test_one_line_a_process_and_operation_says_what_to_run(caplog):
     caplog.set_level(logging.INFO, logger="qla_jit")
-    for chunks in (64, 512):
-        choose(sequence(chunks))
+    for chunks, op in ((64, FORWARD), (64, BACKWARD), (512, FORWARD), (512, BACKWARD)):
+        choose(sequence(chunks), op=op)
     choose(sequence(64), HV=16)
-    (told,) = caplog.records
-    assert told.levelno == logging.INFO
-    assert told.getMessage().endswith("qla-tune tune --heads 2:8 --dims 128:128 --lengths 4096")
+    forward, backward = caplog.records
+    assert forward.levelno == backward.levelno == logging.INFO
+    assert forward.getMessage().endswith("qla-tune tune --heads 2:8 --dims 128:128 --lengths 4096")
+    assert backward.getMessage().startswith("gdn_backward runs with default configs")
+    assert backward.getMessage().endswith("qla-tune tune --heads 2:8 --dims 128:128 --backward --lengths 4096")
 
 
 @pytest.mark.parametrize("hardware", [H200, None], ids=["tuned", "ahead-of-time"])
@@ -284,6 +372,12 @@ def test_nothing_is_told_where_nothing_is_missing(caplog, hardware):
 def test_the_command_names_what_is_not_usual():
     assert select.tune_command(facts(dtype=torch.float16, chunk_size=32, cu_seqlens_dtype=torch.int32)) == (
         "qla-tune tune --heads 2:8 --dims 128:128 --dtype float16 --chunk-size 32 --packed"
+    )
+
+
+def test_the_command_of_a_backward_has_lengths_and_no_chunks_of_the_forward():
+    assert select.tune_command(facts(chunk_size=16), sequence(64), op=BACKWARD) == (
+        "qla-tune tune --heads 2:8 --dims 128:128 --backward --lengths 4096"
     )
 
 

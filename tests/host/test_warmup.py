@@ -21,6 +21,7 @@ from qla_jit.models import ModelShape, model, models
 from qla_jit.ops import autograd, backward, pipeline
 from qla_jit.ops import warmup as warmup_module
 from qla_jit.ops.inputs import check_inputs, state_shape
+from qla_jit.ops.plan import BACKWARD
 
 # One chunk; where a few chains leave SMs idle; where long sequences are split.
 LENGTHS = (1, 4096, 32768)
@@ -131,6 +132,17 @@ def test_what_records_name_is_ready_too(asked):
     (ready,) = asked
     taken = strategies_of_calls(ready, asked, ModelShape(H=2, HV=8, K=128, V=128))
     assert taken == {"fused", "split", "chunked"}                # 4096 tokens are 64 chunks, between those of the record
+
+
+def test_what_records_of_gradients_name_is_ready_too(asked):
+    default, wide = entry(DEFAULT, 100.0, 400.0), entry(WIDE, 80.0, 320.0, default=(100.0, 400.0))
+    record_store.save_user_records([records.record(op=BACKWARD, entries=(default, wide))])
+    qla_jit.warmup(heads=(2, 8), backward=True)
+    (ready,) = asked
+    del asked[:]
+    taken = {backward.kernels_for(call(ModelShape(H=2, HV=8, K=128, V=128), T)).dispatch.strategy for T in LENGTHS}
+    assert taken == {"registers", "chunked"}             # 4096 tokens are 64 chunks, between those of the record
+    assert all(needed <= ready for needed in asked)
 
 
 def test_kinds_that_are_ruled_out_are_not_asked_for(asked):
