@@ -35,7 +35,7 @@ HOLD = textwrap.dedent("""
             with one_of(["slot-0", "slot-1"], seconds=60):
                 began = time.monotonic()
                 time.sleep(float(sys.argv[1]))
-                sys.stdout.write(f"{began} {time.monotonic()}\n")           # print() would let the threads share a line
+                sys.stdout.write(f"{began} {time.monotonic()}\\n")           # print() would let the threads share a line
                 sys.stdout.flush()
 
     threads = [threading.Thread(target=hold) for _ in range(2)]
