@@ -24,7 +24,7 @@ import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
@@ -118,7 +118,8 @@ def pack(directory: Path, out: Path, *, signing_key: Path | None = None) -> Pack
 
     Raises:
         BundleError: a kernel or a record is damaged, or there is no kernel.
-        EnvironmentUnsuitable: the key or the package cryptography cannot be used, or the file cannot be written.
+        EnvironmentUnsuitable: the key or the package cryptography cannot be used, the directory cannot be read, or the file
+            cannot be written.
     """
     contents, keys = _contents(directory)
     manifest = BundleManifest(
@@ -152,7 +153,13 @@ def pack(directory: Path, out: Path, *, signing_key: Path | None = None) -> Pack
 def _contents(directory: Path) -> tuple[dict[str, Path], list[KernelKey]]:
     """The files of a bundle by their names in the tar, sorted, and the keys of its kernels."""
     keys, files = [], []
-    for entry in kernel_store.entries_in(directory):
+    try:
+        entries = kernel_store.entries_in(directory)
+    except OSError as error:
+        raise EnvironmentUnsuitable(
+            f"{error.filename} cannot be listed: {error.strerror}; pack the bundle as the user who built it"
+        ) from None
+    for entry in entries:
         try:
             keys.append(kernel_store.verified(entry).key)
         except (OSError, ValueError) as error:
@@ -285,7 +292,7 @@ def _install(tar: _Members, directory: Path, keys: Sequence[Ed25519PublicKey], *
             raise BundleError("it holds more than its manifest says")
         kernel_store.write_durably(staging / MANIFEST, text)
         usable = _usable(staging, manifest)
-        _open_to_readers(staging)
+        _open_to_readers(staging, [*manifest.files, MANIFEST])
         staging.rename(directory)        # also over a directory that is there and empty
         kernel_store.sync_directory(directory.parent)
     return Installed(manifest, usable, signed=bool(keys), was_there=False)
@@ -359,10 +366,11 @@ def _staging(directory: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _open_to_readers(staging: Path) -> None:
+def _open_to_readers(staging: Path, names: Iterable[str]) -> None:
     """Nobody but the owner writes, and everybody reads, whatever the umask."""
-    for folder, _, files in os.walk(staging, topdown=False):
-        for name in files:
-            os.chmod(Path(folder, name), 0o644)
-        os.chmod(folder, 0o755)
-        kernel_store.sync_directory(Path(folder))
+    files = [staging / name for name in names]
+    for file in files:
+        file.chmod(0o644)
+    for folder in {folder for file in files for folder in file.parents if folder.is_relative_to(staging)}:
+        folder.chmod(0o755)
+        kernel_store.sync_directory(folder)

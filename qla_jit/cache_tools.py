@@ -10,13 +10,14 @@ import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import kernel_cache, kernel_store
+from .cache_dir import twice
 from .errors import EnvironmentUnsuitable
-from .kernel_store import MANIFEST, KernelKey, Manifest
+from .kernel_store import KernelKey
 
 STAGING_SECONDS = 3600.0                 # publishing takes seconds; what is in staging/ for longer, nobody will come back for
 
@@ -56,20 +57,30 @@ class Removed:
 
 
 def cached_kernels(directory: Path) -> list[CachedKernel]:
-    """The entries of a cache or a bundle. The files are not checked; verify() does that."""
+    """The entries of a cache or a bundle. The files are not checked; damage() does that.
+
+    Raises:
+        EnvironmentUnsuitable: the directory cannot be read.
+    """
     found = []
-    for path in kernel_store.entries_in(directory):
-        with contextlib.suppress(FileNotFoundError):                     # another process removed it
-            found.append(CachedKernel(path, _key(path), _size(path), time.time() - path.stat().st_mtime))
+    with _trouble(directory, "read"):
+        for path in kernel_store.entries_in(directory):
+            with contextlib.suppress(FileNotFoundError):                 # another process removed it
+                found.append(CachedKernel(path, _key(path), _size(path), time.time() - path.stat().st_mtime))
     return found
 
 
 def usage(directory: Path) -> list[Usage]:
-    """How many files and bytes each part of a cache or a bundle has."""
+    """How many files and bytes each part of a cache or a bundle has.
+
+    Raises:
+        EnvironmentUnsuitable: the directory cannot be read.
+    """
     used = []
-    for section in SECTIONS:
-        sizes = list(_sizes(directory / section))
-        used.append(Usage(section, len(sizes), sum(sizes)))
+    with _trouble(directory, "read"):
+        for section in SECTIONS:
+            sizes = list(_sizes(directory / section))
+            used.append(Usage(section, len(sizes), sum(sizes)))
     return used
 
 
@@ -90,41 +101,57 @@ def remove(kernels: Iterable[CachedKernel], directory: Path) -> list[Removed]:
     """
     removed = []
     staging = directory / "staging"
-    has_staging = staging.exists()       # a bundle has none
-    try:
+    with _trouble(directory, "changed"):
+        has_staging = staging.exists()                       # a bundle has none
         staging.mkdir(mode=0o700, exist_ok=True)
         for kernel in kernels:
             if _take_out(kernel.path, staging):
                 removed.append(Removed(kernel.path, kernel.bytes))
         if not has_staging:
             staging.rmdir()
-    except OSError as error:
-        raise EnvironmentUnsuitable(f"{directory} cannot be changed: {error.strerror} at {error.filename}") from None
     return removed
 
 
 def leftovers(directory: Path) -> list[Removed]:
-    """What nobody will ask for: quarantined entries, and staging directories of processes that were killed."""
+    """What nobody will ask for: quarantined entries, and staging directories of processes that were killed.
+
+    Raises:
+        EnvironmentUnsuitable: the directory cannot be read.
+    """
     abandoned = time.time() - STAGING_SECONDS
     found = []
-    for section in ("quarantine", "staging"):
-        for path in sorted(directory.glob(f"{section}/*")):
-            with contextlib.suppress(FileNotFoundError):                 # its owner has just published or removed it
-                if section == "quarantine" or path.stat().st_mtime < abandoned:
-                    found.append(Removed(path, _size(path)))
+    with _trouble(directory, "read"):
+        for section in ("quarantine", "staging"):
+            for path in sorted(directory.glob(f"{section}/*")):
+                with contextlib.suppress(FileNotFoundError):             # its owner has just published or removed it
+                    if section == "quarantine" or path.lstat().st_mtime < abandoned:
+                        found.append(Removed(path, _size(path)))
     return found
 
 
 def gc(directory: Path) -> list[Removed]:
-    """Remove the leftovers; what could not be removed is not in the answer."""
+    """Remove the leftovers; what could not be removed is not in the answer.
+
+    Raises:
+        EnvironmentUnsuitable: the directory cannot be read.
+    """
     removed = []
     for leftover in leftovers(directory):
         place = leftover.path.with_name(_new_name())
         with contextlib.suppress(OSError):
             leftover.path.rename(place)                      # first, so that an owner that still lives cannot publish half of it
-            shutil.rmtree(place)
+            _delete(place)
             removed.append(leftover)
     return removed
+
+
+@contextlib.contextmanager
+def _trouble(directory: Path, done: str) -> Iterator[None]:
+    """Trouble with the disk as an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentUnsuitable(f"{directory} cannot be {done}: {error.strerror} at {error.filename}") from None
 
 
 def _take_out(entry: Path, staging: Path) -> bool:
@@ -133,8 +160,16 @@ def _take_out(entry: Path, staging: Path) -> bool:
         entry.rename(place)
     except FileNotFoundError:
         return False
-    shutil.rmtree(place, ignore_errors=True)
+    with contextlib.suppress(OSError):                       # then it stays for gc()
+        _delete(place)
     return True
+
+
+def _delete(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:                                                    # something else that stood in its place
+        entry.unlink()
 
 
 def _new_name() -> str:
@@ -143,7 +178,7 @@ def _new_name() -> str:
 
 def _key(entry: Path) -> KernelKey | None:
     try:
-        return Manifest.model_validate_json((entry / MANIFEST).read_bytes()).key
+        return twice(lambda: kernel_store.manifest_of(entry)).key
     except (OSError, ValueError):
         return None
 

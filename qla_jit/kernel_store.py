@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -133,29 +134,39 @@ def ship(entry: Path, directory: Path) -> Path:
     Raises:
         OSError, ValueError: the entry is damaged, or the directory cannot be written.
     """
-    key = Manifest.model_validate_json((entry / MANIFEST).read_bytes()).key
+    key = manifest_of(entry).key
     _check(entry, key)
     copy = _entry(directory, key)
-    if copy.exists():
-        try:
-            _check(copy, key)
-            return copy
-        except (OSError, ValueError):
-            shutil.rmtree(copy)
-    contents = {name: (entry / name).read_bytes() for name in (*ARTEFACTS, MANIFEST)}
-    twice(lambda: _publish(contents, copy, directory))
-    with contextlib.suppress(OSError):   # another process may still use it
-        (directory / "staging").rmdir()
+    if not _is_whole(copy, key):
+        contents = {name: (entry / name).read_bytes() for name in (*ARTEFACTS, MANIFEST)}
+        twice(lambda: _publish(contents, copy, directory))
+        with contextlib.suppress(OSError):               # another process may still use it
+            (directory / "staging").rmdir()
+    # Also of a copy that was there: who made it may have been killed before it came to this.
     for file in copy.iterdir():
-        file.chmod(0o644)
+        _set_mode(file, 0o644)
     for place in (copy, *copy.parents[:3]):              # down to kernels/: nobody but the owner writes, whatever the umask
-        place.chmod(0o755)
+        _set_mode(place, 0o755)
     return copy
 
 
 def entries_in(directory: Path) -> list[Path]:
-    """Every entry of a cache or a bundle, whole or damaged."""
-    return sorted(directory.glob("kernels/??/*/nvcc-*"))
+    """Every entry of a cache or a bundle, whole or damaged.
+
+    Raises:
+        OSError: a part of it cannot be listed; Path.glob() would leave that out.
+    """
+    keys = (key for shard in _children(directory / "kernels") for key in _children(shard))
+    return sorted(build for key in keys for build in _children(key) if build.name.startswith("nvcc-"))
+
+
+def manifest_of(entry: Path) -> Manifest:
+    """What an entry says that it is; its files are not looked at.
+
+    Raises:
+        OSError, ValueError: it has no manifest, or something else in its place.
+    """
+    return Manifest.model_validate_json(_read(entry / MANIFEST, at_most=MAX_MANIFEST_BYTES))
 
 
 def verified(entry: Path) -> Manifest:
@@ -165,7 +176,7 @@ def verified(entry: Path) -> Manifest:
         OSError, ValueError: the entry is damaged.
     """
     try:
-        key = Manifest.model_validate_json((entry / MANIFEST).read_bytes()).key
+        key = manifest_of(entry).key
     except ValidationError as error:
         raise ValueError(f"{MANIFEST} is none of an entry: {error.errors()[0]['msg']}") from None
     if entry != _entry(entry.parents[3], key):
@@ -236,12 +247,16 @@ def _entries(cache: Path, key: KernelKey) -> list[Path]:
     """Where the kernel may be, best first."""
     if key.nvcc is not None:
         return [_entry(cache, key)]
-    builds = _builds(cache, key)
+    builds = (build for build in _children(_builds(cache, key)) if build.name.startswith("nvcc-"))
+    return sorted(builds, key=_version_numbers, reverse=True)
+
+
+def _children(directory: Path) -> list[Path]:
+    """None where something else stands in its place, or another process has removed it."""
     try:
-        names = twice(lambda: os.listdir(builds))
-    except FileNotFoundError:
+        return [directory / name for name in twice(lambda: os.listdir(directory))]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((builds / name for name in names if name.startswith("nvcc-")), key=_version_numbers, reverse=True)
 
 
 def _builds(cache: Path, key: KernelKey) -> Path:
@@ -258,7 +273,7 @@ def _keys() -> Iterator[tuple[Path, KernelKey]]:
         with contextlib.suppress(OSError):               # a directory that cannot be listed
             for path in place.glob(f"kernels/*/*/*/{MANIFEST}"):
                 with contextlib.suppress(OSError, ValueError):           # find() deals with damage
-                    yield path.parent, Manifest.model_validate_json(path.read_bytes()).key
+                    yield path.parent, manifest_of(path.parent).key
 
 
 def _first_intact(place: Path, key: KernelKey, *, damaged: Callable[[Path, Exception], None]) -> LoadedKernel | None:
@@ -303,7 +318,7 @@ def _check(entry: Path, key: KernelKey) -> Manifest:
         DAMAGE: the entry is damaged.
         OSError: it cannot be read.
     """
-    manifest = Manifest.model_validate_json(_read(entry / MANIFEST, at_most=MAX_MANIFEST_BYTES))
+    manifest = manifest_of(entry)
     found = manifest.key if key.nvcc is not None else manifest.key.without_nvcc()
     if found != key:
         raise ValueError(f"{MANIFEST} is of another kernel")
@@ -313,6 +328,23 @@ def _check(entry: Path, key: KernelKey) -> Manifest:
         if FileStamp.of(_read(entry / name, at_most=stamp.size)) != stamp:
             raise ValueError(f"{name} is not the file that was stored")
     return manifest
+
+
+def _is_whole(copy: Path, key: KernelKey) -> bool:
+    """Whether a copy is there; a damaged one is removed."""
+    if not copy.exists():
+        return False
+    try:
+        _check(copy, key)
+    except (OSError, ValueError):
+        shutil.rmtree(copy)
+        return False
+    return True
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    if stat.S_IMODE(path.stat().st_mode) != mode:        # so that what is right needs no right to change it
+        path.chmod(mode)
 
 
 def _read(path: Path, *, at_most: int) -> bytes:

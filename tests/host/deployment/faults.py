@@ -18,6 +18,7 @@ from typing import Any
 
 # Where a function is looked up by those who call it. No os.close: its failure is the end of no data that was not synced.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "chmod": (os,),
     "flock": (fcntl,),
     "fsync": (os,),
     "listdir": (os,),
@@ -25,6 +26,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mkdir": (os,),
     "open": (os, io, builtins),
     "rename": (os,),
+    "replace": (os,),
     "rmdir": (os,),
     "scandir": (os,),
     "stat": (os,),

@@ -9,6 +9,7 @@ import pytest
 from node import ask, assert_entries_are_whole, assert_nothing_is_in_staging, assert_served, right
 
 from qla_jit import kernel_cache, kernel_store
+from qla_jit.cache_tools import gc
 from qla_jit.compiler import ARTEFACTS, EXECUTABLE
 from qla_jit.kernel_store import MANIFEST
 
@@ -60,6 +61,23 @@ def assert_healed(node):
 def test_a_file_that_is_not_what_was_stored_is_found(node, entry, file, damage):
     damage(entry / file)
     assert_healed(node)
+
+
+@pytest.mark.parametrize("file", [EXECUTABLE, MANIFEST])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damage_in_a_bundle_is_passed_over_and_where_nothing_may_be_compiled_is_a_miss(node, entry, file, damage):
+    bundle = node.root / "bundle"
+    bundle.mkdir(mode=0o755)
+    (node.cache / "kernels").rename(bundle / "kernels")
+    damage(bundle / entry.relative_to(node.cache) / file)
+    node.environment |= {"QLA_JIT_BUNDLE_PATH": str(bundle), "QLA_JIT_MODE": "require"}
+    outcome = node.run(ask)
+    assert outcome.error.startswith("KernelNotCachedError")
+    assert len(outcome.warnings) == 1
+    assert "a prebuilt kernel is damaged and is passed over" in outcome.warnings[0]
+    node.environment["QLA_JIT_MODE"] = "lookup"
+    assert_served(node.run(ask), warnings=1, compiles=1)
+    assert_served(node.run(ask), compiles=0)
 
 
 @pytest.mark.parametrize("file", [name for name in ARTEFACTS if name != EXECUTABLE])
@@ -115,10 +133,12 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
-def test_what_stands_in_the_place_of_an_entry_is_set_aside(node, entry, make):
+def test_what_stands_in_the_place_of_an_entry_is_set_aside_and_then_removed(node, entry, make):
     shutil.rmtree(entry)
     make(entry)
     assert_healed(node)
+    assert len(gc(node.cache)) == 1
+    assert list(node.cache.glob("quarantine/*")) == []
 
 
 def test_files_that_do_not_belong_to_an_entry_are_ignored(node, entry):
