@@ -1,0 +1,115 @@
+"""Is every access to a shared tile of the warp-specialised kernels ordered by their barriers, whatever the schedule?"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from protocol import Agent, Event, Trace, check, trace
+
+from qla_jit.kernel_templates.arch import SM90A
+
+C, L_WHOLE = 64, 0
+WARPGROUPS = [Agent("state 0", 0, 128), Agent("state 1", 128, 128), Agent("aux", 256, 128)]
+WARPS = [Agent("warp 12", 384, 32), Agent("warp 13", 416, 32), Agent("warp 14", 448, 32), Agent("warp 15", 480, 32)]
+
+DIMS = dict(H=1, HV=2, K=128, C=C, dtype="bfloat16", packed=True, index_dtype="int32")
+GATES = dict(gate_dtype="float32", gate_in_kernel=False, has_dt_bias=False)
+FORWARD = dict(**DIMS, V=128, **GATES, initial_state_dtype="float32", has_final_state=True, state_v_first=False)
+STATES = dict(**DIMS, V=128, **GATES, initial_state_dtype="float32", state_v_first=False)
+GRADIENTS = dict(**DIMS, V=128, **GATES, has_final_state_gradient=True, has_initial_state=True, state_v_first=False)
+
+# name of the case: (template, problem, whether it goes by segments)
+KERNELS = {
+    "forward": ("register_state_forward", FORWARD, False),
+    "forward-split": ("register_state_forward", FORWARD | dict(split=True, initial_state_dtype=None), True),
+    "states": ("register_state_scan", STATES, False),
+    "states-split": ("register_state_scan", STATES | dict(split=True, initial_state_dtype=None), True),
+    "gradients": ("register_gradient_scan", GRADIENTS, False),
+    "gradients-split": ("register_gradient_scan", GRADIENTS | dict(split=True, has_final_state_gradient=False), True),
+    "gradient-transfers": (
+        "register_gradient_scan", GRADIENTS | dict(split=True, transfers_only=True, has_initial_state=False), True
+    ),
+    "transfers": ("segment_scan", DIMS | dict(V=128) | GATES, True),
+    "chunk-gradients": ("warpgroup_gradients", DIMS | dict(V=128), False),
+}  # fmt: skip
+LENGTHS = [(640,), (70, 0, 64, 1, 450)]
+
+
+# What another wait implies, or somebody else's fence on the way: nothing is lost without it.
+IMPLIED = {
+    "forward": {("warp 15", "fence", None)},
+    "forward-split": {("warp 15", "fence", None)},
+    "gradients": {
+        ("state 0", "wait", "q_full"), ("state 1", "wait", "q_full"), ("aux", "wait", "products_free"),
+        ("warp 12", "wait", "q_free"),
+    },
+    "gradient-transfers": {("state 0", "wait", "q_full"), ("state 1", "wait", "q_full"), ("warp 12", "wait", "q_free")},
+    "chunk-gradients": {
+        ("queries", "wait", "k_full"), ("keys", "wait", "q_full"), ("warp 12", "wait", "k_free"), ("warp 12", "wait", "q_free"),
+        ("warp 12", "fence", None), ("warp 15", "wait", "gates_free"),
+    },
+}  # fmt: skip
+IMPLIED["gradients-split"] = IMPLIED["gradients"]
+
+
+def configs(kernel: str) -> Iterator[dict[str, Any]]:
+    """All that the template allows, the default first."""
+    name, problem, _ = KERNELS[kernel]
+    template = importlib.import_module(f"qla_jit.kernel_templates.{name}").TEMPLATE
+    described = template.problem(**problem)
+    default = template.default_config(described, SM90A)
+    others = (config for config in template.configs(described, SM90A) if config != default)
+    return map(dataclasses.asdict, (default, *others))
+
+
+def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int) -> Trace:
+    template, problem, by_segments = KERNELS[kernel]
+    starts = [0, *itertools.accumulate(lengths)]
+    N, tokens = len(lengths), starts[-1] + 10
+    slots = tokens // C + N
+    places = slots // L + N if by_segments else N
+    agents = WARPGROUPS + WARPS
+    if template == "warpgroup_gradients":
+        agents = [Agent(name, number * 128, 128) for number, name in enumerate(("scores", "queries", "keys"))] + WARPS
+    return trace(
+        template,
+        problem,
+        config,
+        agents,
+        sizes=dict(B=1, tokens=tokens, slots=slots, bounds=N + 1, places=places),
+        tensors=dict(cu_seqlens=lambda n: starts[n], warm_chunks=lambda place, head: -1 if head else 1),
+        scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, blocks=2),
+        block=1,
+        rows_apart=["sums"] if template == "warpgroup_gradients" else [],
+    )
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_shared_tiles_are_never_in_use_twice(kernel: str, lengths: tuple[int, ...]) -> None:
+    for config, L in itertools.product(configs(kernel), (1, 2, 4) if KERNELS[kernel][2] else (L_WHOLE,)):
+        assert check(traced(kernel, config, lengths, L)) == [], f"{config}, {L} chunks a segment"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_synchronisation_that_is_left_out_is_found(kernel: str) -> None:
+    """Each kind of it, of each role: else the check would say nothing of it."""
+    found = traced(kernel, next(configs(kernel)), (200, 70, 450), 2 if KERNELS[kernel][2] else L_WHOLE)
+    unnoticed = set()
+    for agent, events in found.events.items():
+        for left_out in {synchronisation(event) for event in events} - {None}:
+            kept = [event for event in events if synchronisation(event) != left_out]
+            if check(Trace(found.agents, found.events | {agent: kept}, found.arrivals)) == []:
+                unnoticed.add((agent, *left_out))
+    assert unnoticed == IMPLIED.get(kernel, set())
+
+
+def synchronisation(event: Event) -> tuple[str, str | None] | None:
+    if event.kind in ("read", "write", "product", "load", "store"):
+        return None
+    return event.kind, event.barrier and event.barrier[0]
