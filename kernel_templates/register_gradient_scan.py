@@ -21,31 +21,34 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
-from .macros.register_outputs import (
+from .macros.register_gates import (
     ERASE,
     FROM_END,
-    PRELUDE,
+    GATE_STAGES,
+    LOG_GAMMA,
     READ,
-    decay_inverse,
-    diagonal_mask,
-    emit_state,
-    store_state,
-    sum_gates_backwards,
+    TO_END,
+    load_column_factors,
+    load_first_column_factors,
+    load_row_factors,
+    load_state_scale,
+    prepare_gates,
+    scale_state,
 )
+from .macros.register_outputs import PRELUDE, decay_inverse, emit_state, store_state
+from .macros.register_products import decay_and_store, diagonal_mask, load_transposed, store_rows, store_transposed, zero_behind
 from .macros.register_roles import (
     AUX,
-    GATE_STAGES,
     HALF,
     LOADERS,
-    LOG_GAMMA,
     ROWS,
     STATE,
-    TO_END,
     WARP,
     Walk,
     allocate,
     allow_register_indices,
-    bounds_of,
+    item_of,
+    load,
     load_rows,
     shapes_are_covered,
     signal,
@@ -53,7 +56,7 @@ from .macros.register_roles import (
     wait_full,
 )
 from .macros.register_tiles import from_registers, row_lane_offset, to_registers, transposed_lane_offset
-from .register_state_forward import write_state
+from .macros.states import read_transposed_state, state_shape, write_transposed_state
 
 
 @dataclass(frozen=True)
@@ -166,35 +169,38 @@ def barrier_counts(problem: Problem, config: Config) -> dict[str, tuple[int, int
     }
 
 
-def chunks_of(problem, place, head, length, segment, warm_chunks):
-    """Chunks of an item that must be gone through, from its first one on."""
-    chunks = T.max(T.ceildiv(length, problem.C), 0)
-    if not problem.transfers_only:
-        return chunks
-    # Of a place without a segment nobody wrote warm_chunks: it has none anyway.
-    enough = T.if_then_else(warm_chunks[place, head] < 0, chunks, T.min(warm_chunks[place, head], chunks))
-    # Nobody asks what the first segment adds to the gradient in front of it.
-    return T.if_then_else(segment == 0, 0, enough)
+@dataclass(frozen=True)
+class WarmWalk(Walk):
+    """The items of a block, of which transfers need the first warm_chunks chunks."""
+
+    warm_chunks: object
+
+    def chunks(self, item):
+        every = super().chunks(item)
+        if not self.problem.transfers_only:
+            return every
+        # Of a place without a segment nobody wrote warm_chunks: it has none anyway.
+        warm = self.warm_chunks[item.place, item.head]
+        # Nobody asks what the first segment adds to the gradient in front of it.
+        return T.if_then_else(item.segment == 0, 0, T.if_then_else(warm < 0, every, T.min(warm, every)))
 
 
 @macro
-def read_state(problem, place, n, head, first_v, segment, last, final_state_gradient, warm_chunks, state):
+def read_state(walk, item, final_state_gradient, state):
+    problem, first_v = walk.problem, item.part * ROWS
     if problem.split and not problem.transfers_only:
-        T.copy(final_state_gradient[place, head, first_v : first_v + ROWS, 0 : problem.K], state)
+        T.copy(final_state_gradient[item.place, item.head, first_v : first_v + ROWS, 0 : problem.K], state)
     else:
         T.clear(state)
         if problem.has_final_state_gradient:
-            reaches = segment == last and warm_chunks[place, head] < 0 if problem.transfers_only else segment == last
+            is_last = item.segment == item.last
+            reaches = is_last and walk.warm_chunks[item.place, item.head] < 0 if problem.transfers_only else is_last
             if reaches:
-                for a, b in T.Parallel(ROWS, problem.K):
-                    if problem.state_v_first:
-                        state[a, b] = final_state_gradient[n, head, first_v + a, b]
-                    else:
-                        state[a, b] = final_state_gradient[n, head, b, first_v + a]
+                read_transposed_state(problem, final_state_gradient, item.n, item.head, first_v, state)
 
 
 @macro
-def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient, warm_chunks):
+def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient):
     # dV_new = (gamma_L / gamma) o (K dS') + P^T dO;  dW = G^T dV_new
     # dS <- gamma_L dS' - K^T (gamma o dW) + scale Q^T (gamma o dO), all transposed
     problem, C, K = walk.problem, walk.problem.C, walk.problem.K
@@ -225,11 +231,10 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
     i = T.alloc_var("int32")             # chunks since the block began
     i = 0
     for step in T.serial(walk.steps):
-        place, head, part = walk.coordinates(step)
-        n, _row, _first, length, _slot, segment, last = bounds_of(walk, place)
+        item = item_of(walk, step)
         chunks = T.alloc_var("int32")
-        chunks = chunks_of(problem, place, head, length, segment, warm_chunks)
-        read_state(problem, place, n, head, part * ROWS, segment, last, final_state_gradient, warm_chunks, state)
+        chunks = walk.chunks(item)
+        read_state(walk, item, final_state_gradient, state)
         T.copy(state, operand)
         state_scale[1] = 1.0
         # No product may be in flight across the back edge: ptxas would serialise every wgmma of the kernel (C7514).
@@ -242,27 +247,18 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             if not problem.transfers_only:
                 emit_state(tiles, half, (i + 1) % 2, state, s_registers, row_offset, state_scale[1])
             wait_full(tiles.barriers, "do", 2, i)
-            T.call_extern(
-                "handle", "qla_load_transposed", T.address_of(do_registers[0]),
-                T.access_ptr(tiles.do[i % 2, 0, half * HALF], "r", C), lane_offset,
-            )  # fmt: skip
+            load_transposed(tiles.do, i % 2, half, do_registers, lane_offset)
             wait_full(tiles.barriers, "products", config.product_stages, i)
-            T.call_extern(
-                "handle", "qla_load_pair", T.address_of(state_scale[0]), T.access_ptr(tiles.state_scale[gate_stage, 0], "r", 2)
-            )
+            load_state_scale(tiles, gate_stage, state_scale)
             T.call_extern(
                 "handle", "qla_scale_column_pairs", T.address_of(do_registers[0]), T.address_of(decayed_registers[0]),
                 T.access_ptr(tiles.gates[gate_stage, READ, column], "r", 1),
             )  # fmt: skip
             from_registers(ROWS, C, decayed_registers, decayed)
             from_registers(ROWS, C, do_registers, output)
-            T.call_extern(
-                "handle", "qla_load_first_columns", T.address_of(factor[0]),
-                T.access_ptr(tiles.gates[gate_stage, FROM_END, column], "r", 1),
-            )  # fmt: skip
+            load_first_column_factors(tiles.gates, gate_stage, FROM_END, column, factor)
             if state_scale[0] != 1.0:
-                for a, b in T.Parallel(ROWS, K):
-                    state[a, b] *= state_scale[0]
+                scale_state(state, state_scale, 0)
             wait_full(tiles.barriers, "q", config.key_stages, i)
             T.wgmma_gemm(decayed, tiles.q[key_stage, :, :], state, policy=rows_policy)
             T.wait_wgmma(1)              # K dS' is there
@@ -290,10 +286,7 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             T.wgmma_gemm(erased, tiles.k[key_stage, :, :], state, policy=rows_policy)
             if not problem.transfers_only:
                 T.barrier_wait(tiles.barriers["dw_free"][half], (i + 1) % 2)
-                T.call_extern(
-                    "handle", "qla_store_transposed", T.address_of(dw_registers[0]),
-                    T.access_ptr(tiles.dw[half, 0, 0], "r", HALF * HALF), lane_offset,
-                )  # fmt: skip
+                store_transposed(dw_registers, tiles.dw, half, lane_offset)
                 T.barrier_arrive(tiles.barriers["dw_full"][half])
             T.wait_wgmma(0)
             T.copy(state, operand)
@@ -301,19 +294,18 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             i = i + 1
         if problem.transfers_only:
             if chunks > 0:
-                for a, b in T.Parallel(ROWS, K):
-                    state[a, b] *= state_scale[1]
-                T.copy(state, initial_state_gradient[place, head, part * ROWS : part * ROWS + ROWS, 0:K])
+                scale_state(state, state_scale, 1)
+                first_v = item.part * ROWS
+                T.copy(state, initial_state_gradient[item.place, item.head, first_v : first_v + ROWS, 0:K])
         elif problem.has_initial_state:
-            if segment == 0:
+            if item.segment == 0:
                 if chunks > 0:
-                    for a, b in T.Parallel(ROWS, K):
-                        state[a, b] *= state_scale[1]
-                write_state(problem, n, head, part * ROWS, state, initial_state_gradient)
+                    scale_state(state, state_scale, 1)
+                write_transposed_state(problem, item.n, item.head, item.part * ROWS, state, initial_state_gradient)
 
 
 @macro
-def make_products(config, walk, tiles, thread, log2_scale, warm_chunks):
+def make_products(config, walk, tiles, thread, log2_scale):
     # P = scale Gamma o lower(Q K^T);  G = Gamma o Ab, one chunk ahead of the state
     C = walk.problem.C
     scores = T.alloc_fragment((C, C), "float32")
@@ -327,13 +319,14 @@ def make_products(config, walk, tiles, thread, log2_scale, warm_chunks):
     column = 2 * (lane % 4)
     lane_offset = T.alloc_var("int32")
     lane_offset = row_lane_offset(thread)
-    diagonal = diagonal_mask(lane)
+    mask = T.alloc_var("uint32")
+    mask = diagonal_mask(lane)
+    diagonal = mask                      # one copy for every use
     total = T.alloc_var("int32")
     total = 0
     for step in T.serial(walk.steps):
-        place, head, _part = walk.coordinates(step)
-        _n, _row, _first, length, _slot, segment, _last = bounds_of(walk, place)
-        total = total + chunks_of(walk.problem, place, head, length, segment, warm_chunks)
+        item = item_of(walk, step)
+        total = total + walk.chunks(item)
     for i in T.serial(total):
         stage = i % config.key_stages
         made = i % config.product_stages
@@ -341,14 +334,8 @@ def make_products(config, walk, tiles, thread, log2_scale, warm_chunks):
         wait_full(tiles.barriers, "q", config.key_stages, i)
         T.wgmma_gemm(tiles.q[stage, :, :], tiles.k[stage, :, :], scores, transpose_B=True, clear_accum=True)
         wait_full(tiles.barriers, "gates", GATE_STAGES, i)
-        T.call_extern(
-            "handle", "qla_load_rows", T.address_of(row_factor[0]),
-            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, row], "r", 1), (TO_END - LOG_GAMMA) * C,
-        )  # fmt: skip
-        T.call_extern(
-            "handle", "qla_load_columns", T.address_of(column_factor[0]),
-            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, column], "r", 1),
-        )  # fmt: skip
+        load_row_factors(tiles.gates, i % GATE_STAGES, LOG_GAMMA, row, row_factor, (TO_END - LOG_GAMMA) * C)
+        load_column_factors(tiles.gates, i % GATE_STAGES, LOG_GAMMA, column, column_factor)
         wait_full(tiles.barriers, "Ab", 2, i)
         wait_free(tiles.barriers, "products", config.product_stages, i)
         signal(tiles.barriers, "gates_free", GATE_STAGES, i)
@@ -358,16 +345,13 @@ def make_products(config, walk, tiles, thread, log2_scale, warm_chunks):
         signal(tiles.barriers, "k_free", config.key_stages, i)
         signal(tiles.barriers, "q_free", config.key_stages, i)
         to_registers(C, C, scores, registers)
-        T.call_extern(
-            "handle", "qla_decay_and_store", T.address_of(registers[0]), T.access_ptr(tiles.P[made, 0, 0], "r", HALF * HALF),
-            lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), log2_scale, warp, diagonal,
-        )  # fmt: skip
+        decay_and_store(registers, tiles.P, made, lane_offset, row_factor, column_factor, log2_scale, warp, diagonal)
         T.fence_proxy_async()
         signal(tiles.barriers, "products_full", config.product_stages, i)
 
 
 @macro
-def load_keys(config, walk, tiles, q, k, warm_chunks):
+def load_keys(config, walk, tiles, q, k):
     # K and Q of every chunk, the last first
     problem, C = walk.problem, walk.problem.C
     i = T.alloc_var("int32")
@@ -375,31 +359,28 @@ def load_keys(config, walk, tiles, q, k, warm_chunks):
     i = 0
     tails = 0
     for step in T.serial(walk.steps):
-        place, head, _part = walk.coordinates(step)
-        _n, row, first, length, _slot, segment, _last = bounds_of(walk, place)
-        key_head = head // (problem.HV // problem.H)
+        item = item_of(walk, step)
+        key_head = item.head // (problem.HV // problem.H)
         chunks = T.alloc_var("int32")
-        chunks = chunks_of(problem, place, head, length, segment, warm_chunks)
+        chunks = walk.chunks(item)
         for j in T.serial(chunks):
             at = (chunks - 1 - j) * C
+            start = item.first + at
+            count = item.length - at
             stage = i % config.key_stages
             wait_free(tiles.barriers, "k", config.key_stages, i)
-            load_rows(
-                k, row, first + at, key_head, 0, problem.K, length - at, C, tiles.k, stage, tiles.barriers, "k_full", 0, tails
-            )
+            load_rows(tiles, "k", stage, k[item.row, start : start + C, key_head, 0 : problem.K], count, 0, tails)
             signal(tiles.barriers, "k_full", config.key_stages, i)
             wait_free(tiles.barriers, "q", config.key_stages, i)
-            load_rows(
-                q, row, first + at, key_head, 0, problem.K, length - at, C, tiles.q, stage, tiles.barriers, "q_full", 1, tails
-            )
+            load_rows(tiles, "q", stage, q[item.row, start : start + C, key_head, 0 : problem.K], count, 1, tails)
             signal(tiles.barriers, "q_full", config.key_stages, i)
-            if length - at < C:
+            if count < C:
                 tails = tails + 1
             i = i + 1
 
 
 @macro
-def load_values(walk, tiles, do, Ab, warm_chunks):
+def load_values(walk, tiles, do, Ab):
     # dO and Ab of every chunk, the last first
     C = walk.problem.C
     i = T.alloc_var("int32")
@@ -407,75 +388,40 @@ def load_values(walk, tiles, do, Ab, warm_chunks):
     i = 0
     tails = 0
     for step in T.serial(walk.steps):
-        place, head, part = walk.coordinates(step)
-        _n, row, first, length, slot, segment, _last = bounds_of(walk, place)
+        item = item_of(walk, step)
         chunks = T.alloc_var("int32")
-        chunks = chunks_of(walk.problem, place, head, length, segment, warm_chunks)
+        chunks = walk.chunks(item)
         for j in T.serial(chunks):
             at = (chunks - 1 - j) * C
-            wait_free(tiles.barriers, "Ab", 2, i)
-            T.tma_copy(Ab[slot + chunks - 1 - j, head, 0:C, 0:C], tiles.Ab[i % 2, :, :], barrier=tiles.barriers["Ab_full"][i % 2])
-            signal(tiles.barriers, "Ab_full", 2, i)
+            start = item.first + at
+            count = item.length - at
+            column = item.part * ROWS
+            load(tiles, "Ab", 2, i, Ab[item.slot + chunks - 1 - j, item.head, 0:C, 0:C])
             wait_free(tiles.barriers, "do", 2, i)
-            load_rows(
-                do, row, first + at, head, part * ROWS, ROWS, length - at, C,
-                tiles.do, i % 2, tiles.barriers, "do_full", 2, tails,
-            )  # fmt: skip
-            if length - at < C:
+            load_rows(tiles, "do", i % 2, do[item.row, start : start + C, item.head, column : column + ROWS], count, 2, tails)
+            if count < C:
                 tails = tails + 1
             signal(tiles.barriers, "do_full", 2, i)
             i = i + 1
 
 
 @macro
-def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias, warm_chunks):
-    problem = walk.problem
-    i = T.alloc_var("int32")
-    i = 0
-    for step in T.serial(walk.steps):
-        place, head, _part = walk.coordinates(step)
-        _n, row, first, length, _slot, segment, _last = bounds_of(walk, place)
-        chunks = T.alloc_var("int32")
-        chunks = chunks_of(problem, place, head, length, segment, warm_chunks)
-        sum_gates_backwards(problem, row, first, first + length, chunks, head, lane, scale, g, A_log, dt_bias, tiles, i)
-        i = i + chunks
-
-
-@macro
-def store_outputs(walk, tiles, state_gradients, dv, warm_chunks):
+def store_outputs(walk, tiles, state_gradients, dv):
     # dS' and dW of each chunk; of a ragged chunk only the sequence's own rows of dW, and zeros behind the last sequence
-    problem, C = walk.problem, walk.problem.C
-    stride = problem.HV * problem.V
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
-        place, head, part = walk.coordinates(step)
-        n, row, first, length, slot, segment, last = bounds_of(walk, place)
+        item = item_of(walk, step)
         chunks = T.alloc_var("int32")
-        chunks = chunks_of(problem, place, head, length, segment, warm_chunks)
+        chunks = walk.chunks(item)
         for j in T.serial(chunks):
             chunk = chunks - 1 - j
-            start = first + chunk * C
-            store_state(tiles, i, state_gradients, slot + chunk, head, part)
+            store_state(tiles, i, state_gradients, item.slot + chunk, item.head, item.part)
             for half in T.unroll(2):
                 T.barrier_wait(tiles.barriers["dw_full"][half], i % 2)
-                T.fence_proxy_async()
-                column = part * ROWS + half * HALF
-                if length - chunk * C >= C:
-                    T.copy(tiles.dw[half, :, :], dv[row, start : start + C, head, column : column + HALF])
-                else:
-                    T.call_extern(
-                        "handle", "qla_store_first_rows", T.access_ptr(tiles.dw[half, 0, 0], "r", 1),
-                        T.address_of(dv[row, start, head, column]), T.int64(stride), length - chunk * C,
-                    )  # fmt: skip
-                T.barrier_arrive(tiles.barriers["dw_free"][half])
+                store_rows(tiles, "dw", half, walk, item, chunk, dv)
             i = i + 1
-        if problem.packed:
-            if n == walk.N - 1 and segment == last and first + length < walk.tokens:
-                T.call_extern(
-                    "handle", "qla_zero_first_rows", T.address_of(dv[0, first + length, head, part * ROWS]), T.int64(stride),
-                    walk.tokens - first - length,
-                )  # fmt: skip
+        zero_behind(walk, item, dv)
 
 
 def build(problem: Problem, config: Config):
@@ -486,10 +432,9 @@ def build(problem: Problem, config: Config):
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
     places = T.dynamic("places")
     N = bounds - 1 if problem.packed else B
-    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
     segment_shape = (places, HV, V, K)
-    initial_shape = segment_shape if problem.transfers_only else state_shape
-    final_shape = segment_shape if problem.split and not problem.transfers_only else state_shape
+    initial_shape = segment_shape if problem.transfers_only else state_shape(problem, N)
+    final_shape = segment_shape if problem.split and not problem.transfers_only else state_shape(problem, N)
 
     @T.prim_func
     def register_gradient_scan(
@@ -517,25 +462,25 @@ def build(problem: Problem, config: Config):
             swizzled = [tile for tile in (tiles.do, tiles.dw, tiles.s, tiles.Ab) if tile is not None]
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in swizzled})
             all_places = places if problem.split else N
-            walk = Walk(problem, cu_seqlens, tokens, N, all_places, V // ROWS, chunks_per_segment, block, blocks)
+            walk = WarmWalk(problem, cu_seqlens, tokens, N, all_places, V // ROWS, chunks_per_segment, block, blocks, warm_chunks)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
-                hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient, warm_chunks)
+                hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient)
             elif thread < 384:
                 T.set_max_nreg(AUX.registers, 0)
-                make_products(config, walk, tiles, thread, log2_scale, warm_chunks)
+                make_products(config, walk, tiles, thread, log2_scale)
             else:
                 T.set_max_nreg(LOADERS.registers, 0)
                 if thread < 416:
-                    load_keys(config, walk, tiles, q, k, warm_chunks)
+                    load_keys(config, walk, tiles, q, k)
                 elif thread < 448:
-                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias, warm_chunks)
+                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias, backwards=True)
                 elif thread < 480:
                     if not problem.transfers_only:
-                        store_outputs(walk, tiles, state_gradients, dv, warm_chunks)
+                        store_outputs(walk, tiles, state_gradients, dv)
                 else:
-                    load_values(walk, tiles, do, Ab, warm_chunks)
+                    load_values(walk, tiles, do, Ab)
 
     return register_gradient_scan
 

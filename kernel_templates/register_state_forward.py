@@ -29,32 +29,51 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
-from .macros.register_roles import (
-    AUX,
+from .macros.register_gates import (
     GAMMA,
     GAMMA_SCALED,
     GATE_STAGES,
+    LOG_GAMMA,
+    TO_END,
+    load_column_factors,
+    load_first_column_factors,
+    load_row_factors,
+    load_state_scale,
+    prepare_gates,
+    scale_state,
+)
+from .macros.register_products import (
+    decay_and_store,
+    diagonal_mask,
+    emit_values,
+    emit_x,
+    load_transposed,
+    store_rows,
+    values_minus_decayed,
+    zero_behind,
+)
+from .macros.register_roles import (
+    AUX,
     HALF,
     LOADERS,
-    LOG_GAMMA,
     ROWS,
     STATE,
-    TO_END,
     WARP,
     Walk,
     allocate,
     allow_register_indices,
-    bounds_of,
-    emit_x,
-    load_rows,
+    initial_state_tensor,
+    item_of,
+    load_keys,
+    load_values,
+    read_initial_state,
     shapes_are_covered,
     signal,
-    sum_gates,
-    values_minus_decayed,
     wait_free,
     wait_full,
 )
 from .macros.register_tiles import PRELUDE, from_registers, row_lane_offset, to_registers, transposed_lane_offset
+from .macros.states import state_shape, write_transposed_state
 
 
 @dataclass(frozen=True)
@@ -151,23 +170,10 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
 
 
 @macro
-def emit_output(tiles, half, parity, o, registers, lane_offset):
-    # O of the chunk before, from accumulators to shared memory once the store of the one before that has read it
-    to_registers(ROWS, 64, o, registers)
-    T.barrier_wait(tiles.barriers["o_free"][half], parity)
-    T.call_extern(
-        "handle", "qla_store_transposed", T.address_of(registers[0]), T.access_ptr(tiles.o[half, 0, 0], "r", 64 * 64), lane_offset
-    )
-
-
-@macro
 def emit_scores(tiles, stages, i, accumulator, registers, lane_offset, row, column, log_scale, warp, diagonal):
     # P = scale Gamma o R
     to_registers(64, 64, accumulator, registers)
-    T.call_extern(
-        "handle", "qla_decay_and_store", T.address_of(registers[0]), T.access_ptr(tiles.P[i % stages, 0, 0], "r", 64 * 64),
-        lane_offset, T.address_of(row[0]), T.address_of(column[0]), log_scale, warp, diagonal,
-    )  # fmt: skip
+    decay_and_store(registers, tiles.P, i % stages, lane_offset, row, column, log_scale, warp, diagonal)
     from_registers(64, 64, registers, accumulator)
 
 
@@ -176,29 +182,6 @@ def keep_lower_triangle(accumulator, registers, pairs, operand, warp, diagonal):
     to_registers(64, 64, accumulator, registers)
     T.call_extern("handle", "qla_lower_triangle", T.address_of(registers[0]), T.address_of(pairs[0]), warp, diagonal)
     from_registers(64, 64, pairs, operand)
-
-
-@macro
-def read_state(problem, place, head, first_v, initial_state, state):
-    if problem.split:
-        T.copy(initial_state[place, head, first_v : first_v + ROWS, 0 : problem.K], state)
-    elif problem.initial_state_dtype is None:
-        T.clear(state)
-    else:
-        for a, b in T.Parallel(ROWS, problem.K):
-            if problem.state_v_first:
-                state[a, b] = T.cast(initial_state[place, head, first_v + a, b], "float32")
-            else:
-                state[a, b] = T.cast(initial_state[place, head, b, first_v + a], "float32")
-
-
-@macro
-def write_state(problem, n, head, first_v, state, final_state):
-    for a, b in T.Parallel(ROWS, problem.K):
-        if problem.state_v_first:
-            final_state[n, head, first_v + a, b] = state[a, b]
-        else:
-            final_state[n, head, b, first_v + a] = state[a, b]
 
 
 @macro
@@ -226,11 +209,10 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
     i = T.alloc_var("int32")             # chunks since the block began; j counts within the tile
     i = 0
     for step in T.serial(walk.steps):
-        place, head, part = walk.coordinates(step)
-        n, _row, _first, length, _slot, segment, last = bounds_of(walk, place)
+        item = item_of(walk, step)
         chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
-        read_state(problem, place, head, part * ROWS, initial_state, state)
+        chunks = walk.chunks(item)
+        read_initial_state(problem, item, initial_state, state)
         T.clear(o)
         T.copy(state, operand)
         # No product may be in flight across the back edge: ptxas would serialise every wgmma of the kernel (C7514).
@@ -239,38 +221,24 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
             T.wgmma_gemm(operand, tiles.k[i % config.key_stages, :, :], u, transpose_B=True, clear_accum=True, policy=rows_policy)
             wait_full(tiles.barriers, "q", config.key_stages, i)
             # O of chunk i - 1 while K S runs; in the first round of a tile nonsense that nobody is told of.
-            emit_output(tiles, half, (i + T.if_then_else(j > 0, 0, 1)) % 2, o, o_registers, lane_offset)
+            emit_values(tiles, "o", half, (i + T.if_then_else(j > 0, 0, 1)) % 2, o, o_registers, lane_offset)
             T.wgmma_gemm(operand, tiles.q[i % config.key_stages, :, :], o, transpose_B=True, clear_accum=True, policy=rows_policy)
             if j > 0:
                 T.barrier_arrive(tiles.barriers["o_full"][half])
             wait_full(tiles.barriers, "products", config.product_stages, i)
             gate_stage = i % GATE_STAGES
-            T.call_extern(
-                "handle", "qla_load_pair", T.address_of(state_scale[0]), T.access_ptr(tiles.state_scale[gate_stage, 0], "r", 2)
-            )
+            load_state_scale(tiles, gate_stage, state_scale)
             wait_full(tiles.barriers, "v", 2, i)
-            T.call_extern(
-                "handle", "qla_load_transposed", T.address_of(v_registers[0]),
-                T.access_ptr(tiles.v[i % 2, 0, half * HALF], "r", C), lane_offset,
-            )  # fmt: skip
-            T.call_extern(
-                "handle", "qla_load_first_columns", T.address_of(value_factor[0]),
-                T.access_ptr(tiles.gates[gate_stage, GAMMA, column], "r", 1),
-            )  # fmt: skip
+            load_transposed(tiles.v, i % 2, half, v_registers, lane_offset)
+            load_first_column_factors(tiles.gates, gate_stage, GAMMA, column, value_factor)
             if state_scale[0] != 1.0:
-                for a, b in T.Parallel(ROWS, K):
-                    state[a, b] *= state_scale[0]
+                scale_state(state, state_scale, 0)
             T.wait_wgmma(1)              # K S is there, Q S may still run
             signal(tiles.barriers, "v_free", 2, i)
             signal(tiles.barriers, "k_free", config.key_stages, i)
-            values_minus_decayed(
-                C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w
-            )
+            values_minus_decayed(C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w)
             T.wgmma_gemm(w, tiles.X[i % config.product_stages, :, :], state, policy=rows_policy)
-            T.call_extern(
-                "handle", "qla_load_columns", T.address_of(output_factor[0]),
-                T.access_ptr(tiles.gates[gate_stage, GAMMA_SCALED, column], "r", 1),
-            )  # fmt: skip
+            load_column_factors(tiles.gates, gate_stage, GAMMA_SCALED, column, output_factor)
             T.wait_wgmma(1)              # Q S is there
             signal(tiles.barriers, "q_free", config.key_stages, i)
             for a, b in T.Parallel(ROWS, C):
@@ -282,15 +250,14 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
             T.wait_wgmma(0)
             signal(tiles.barriers, "products_free", config.product_stages, i)
             i = i + 1
-        emit_output(tiles, half, (i + T.if_then_else(chunks > 0, 0, 1)) % 2, o, o_registers, lane_offset)
+        emit_values(tiles, "o", half, (i + T.if_then_else(chunks > 0, 0, 1)) % 2, o, o_registers, lane_offset)
         if chunks > 0:
             T.barrier_arrive(tiles.barriers["o_full"][half])
         if problem.has_final_state:
-            if segment == last:
+            if item.segment == item.last:
                 if chunks > 0:
-                    for a, b in T.Parallel(ROWS, K):
-                        state[a, b] *= state_scale[1]
-                write_state(problem, n, head, part * ROWS, state, final_state)
+                    scale_state(state, state_scale, 1)
+                write_transposed_state(problem, item.n, item.head, item.part * ROWS, state, final_state)
 
 
 @macro
@@ -310,16 +277,13 @@ def make_products(config, walk, tiles, thread, log2_scale):
     column = 2 * (lane % 4)
     lane_offset = T.alloc_var("int32")
     lane_offset = row_lane_offset(thread)
-    diagonal = T.alloc_var("uint32")     # of a pair of columns on the diagonal block: which half is on or below it
-    diagonal = T.if_then_else(lane // 4 >= column, T.uint32(0xFFFF), T.uint32(0)) + T.if_then_else(
-        lane // 4 >= column + 1, T.uint32(0xFFFF0000), T.uint32(0)
-    )
+    diagonal = T.alloc_var("uint32")
+    diagonal = diagonal_mask(lane)
     total = T.alloc_var("int32")         # this role sees one long sequence of chunks
     total = 0
     for step in T.serial(walk.steps):
-        place, _head, _part = walk.coordinates(step)
-        _n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
-        total = total + T.max(T.ceildiv(length, C), 0)
+        item = item_of(walk, step)
+        total = total + walk.chunks(item)
 
     # At most 64 registers may belong to products in flight here, operands included: with 80 ptxas serialises wgmma (C7512).
     if total > 0:
@@ -332,14 +296,8 @@ def make_products(config, walk, tiles, thread, log2_scale):
         wait_full(tiles.barriers, "Ab", 2, i)
         T.wgmma_gemm(lower, tiles.Ab[i % 2, :, :], scores, clear_accum=True)                                         # R(i)
         wait_full(tiles.barriers, "gates", GATE_STAGES, i)
-        T.call_extern(
-            "handle", "qla_load_rows", T.address_of(row_factor[0]),
-            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, row], "r", 1), (TO_END - LOG_GAMMA) * C,
-        )  # fmt: skip
-        T.call_extern(
-            "handle", "qla_load_columns", T.address_of(column_factor[0]),
-            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, column], "r", 1),
-        )  # fmt: skip
+        load_row_factors(tiles.gates, i % GATE_STAGES, LOG_GAMMA, row, row_factor, (TO_END - LOG_GAMMA) * C)
+        load_column_factors(tiles.gates, i % GATE_STAGES, LOG_GAMMA, column, column_factor)
         if i > 0:                        # X and P of the chunk before: their proxy fence is done by now
             signal(tiles.barriers, "products_full", config.product_stages, i - 1)
         wait_free(tiles.barriers, "products", config.product_stages, i)
@@ -372,111 +330,18 @@ def make_products(config, walk, tiles, thread, log2_scale):
 
 
 @macro
-def load_keys(config, walk, tiles, k, Ab):
-    # K and Ab of every chunk
-    problem, C = walk.problem, walk.problem.C
-    i = T.alloc_var("int32")
-    tails = T.alloc_var("int32")
-    i = 0
-    tails = 0
-    for step in T.serial(walk.steps):
-        place, head, _part = walk.coordinates(step)
-        _n, row, first, length, slot, _segment, _last = bounds_of(walk, place)
-        for j in T.serial(T.max(T.ceildiv(length, C), 0)):
-            stage = i % config.key_stages
-            wait_free(tiles.barriers, "k", config.key_stages, i)
-            load_rows(
-                k, row, first + j * C, head // (problem.HV // problem.H), 0, problem.K, length - j * C, C,
-                tiles.k, stage, tiles.barriers, "k_full", 0, tails,
-            )  # fmt: skip
-            if length - j * C < C:
-                tails = tails + 1
-            signal(tiles.barriers, "k_full", config.key_stages, i)
-            wait_free(tiles.barriers, "Ab", 2, i)
-            T.tma_copy(Ab[slot + j, head, 0:C, 0:C], tiles.Ab[i % 2, :, :], barrier=tiles.barriers["Ab_full"][i % 2])
-            signal(tiles.barriers, "Ab_full", 2, i)
-            i = i + 1
-
-
-@macro
-def load_queries(config, walk, tiles, q, v):
-    # Q and V of every chunk. Foreign rows of Q only reach rows of O that are not stored, so they may stay.
-    problem, C = walk.problem, walk.problem.C
-    i = T.alloc_var("int32")
-    tails = T.alloc_var("int32")
-    i = 0
-    tails = 0
-    for step in T.serial(walk.steps):
-        place, head, part = walk.coordinates(step)
-        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
-        key_head = head // (problem.HV // problem.H)
-        for j in T.serial(T.max(T.ceildiv(length, C), 0)):
-            start = first + j * C
-            stage = i % config.key_stages
-            wait_free(tiles.barriers, "q", config.key_stages, i)
-            T.tma_copy(
-                q[row, start : start + C, key_head, 0 : problem.K], tiles.q[stage, :, :], barrier=tiles.barriers["q_full"][stage]
-            )
-            signal(tiles.barriers, "q_full", config.key_stages, i)
-            wait_free(tiles.barriers, "v", 2, i)
-            load_rows(
-                v, row, start, head, part * ROWS, ROWS, length - j * C, C,
-                tiles.v, i % 2, tiles.barriers, "v_full", 1, tails,
-            )  # fmt: skip
-            if length - j * C < C:
-                tails = tails + 1
-            signal(tiles.barriers, "v_full", 2, i)
-            i = i + 1
-
-
-@macro
-def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias):
-    problem, C = walk.problem, walk.problem.C
-    i = T.alloc_var("int32")
-    i = 0
-    for step in T.serial(walk.steps):
-        place, head, _part = walk.coordinates(step)
-        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
-        chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
-        sum_gates(
-            problem, row, first, first + length, chunks, head, lane, scale, g, A_log, dt_bias,
-            tiles.gates, tiles.state_scale, tiles.barriers, i,
-        )  # fmt: skip
-        i = i + chunks
-
-
-@macro
 def store_output(walk, tiles, o):
     # O to memory by bulk copies; of a ragged chunk only the sequence's own rows, and zeros behind the last sequence
-    problem, C = walk.problem, walk.problem.C
-    stride = problem.HV * problem.V
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
-        place, head, part = walk.coordinates(step)
-        n, row, first, length, _slot, segment, last = bounds_of(walk, place)
-        for j in T.serial(T.max(T.ceildiv(length, C), 0)):
-            start = first + j * C
+        item = item_of(walk, step)
+        for j in T.serial(walk.chunks(item)):
             for half in T.unroll(2):
                 T.barrier_wait(tiles.barriers["o_full"][half], i % 2)
-                T.fence_proxy_async()    # on the reader's side of the barrier: the writers would wait for it
-                column = part * ROWS + half * HALF
-                if length - j * C >= C:
-                    T.copy(tiles.o[half, :, :], o[row, start : start + C, head, column : column + HALF])
-                else:
-                    T.call_extern(
-                        "handle", "qla_store_first_rows", T.access_ptr(tiles.o[half, 0, 0], "r", 1),
-                        T.address_of(o[row, start, head, column]), T.int64(stride), length - j * C,
-                    )  # fmt: skip
-                T.barrier_arrive(tiles.barriers["o_free"][half])
+                store_rows(tiles, "o", half, walk, item, j, o)
             i = i + 1
-        if problem.packed:
-            if n == walk.N - 1 and segment == last and first + length < walk.tokens:
-                T.call_extern(
-                    "handle", "qla_zero_first_rows", T.address_of(o[0, first + length, head, part * ROWS]), T.int64(stride),
-                    walk.tokens - first - length,
-                )  # fmt: skip
+        zero_behind(walk, item, o)
 
 
 def build(problem: Problem, config: Config):
@@ -487,9 +352,6 @@ def build(problem: Problem, config: Config):
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
     places = T.dynamic("places")
     N = bounds - 1 if problem.packed else B
-    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
-    initial_shape = (places, HV, V, K) if problem.split else state_shape
-    initial_dtype = "float32" if problem.split else problem.initial_state_dtype or "float32"
 
     @T.prim_func
     def register_state_forward(
@@ -501,9 +363,9 @@ def build(problem: Problem, config: Config):
         A_log: T.Tensor((HV,), "float32"),
         dt_bias: T.Tensor((HV,), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
-        initial_state: T.Tensor(initial_shape, initial_dtype),
+        initial_state: initial_state_tensor(problem, N, places),
         o: T.Tensor((B, tokens, HV, V), dtype),
-        final_state: T.Tensor(state_shape, "float32"),
+        final_state: T.Tensor(state_shape(problem, N), "float32"),
         scale: T.float32,
         log2_scale: T.float32,           # from the host: the loop would compute it anew for every chunk
         chunks_per_segment: T.int32,
@@ -531,7 +393,7 @@ def build(problem: Problem, config: Config):
                 elif thread < 480:
                     store_output(walk, tiles, o)
                 else:
-                    load_queries(config, walk, tiles, q, v)
+                    load_values(config, walk, tiles, v, q)
 
     return register_state_forward
 

@@ -15,32 +15,41 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
-from .macros.register_outputs import PRELUDE, decay_inverse, diagonal_mask, emit_state, store_state
-from .macros.register_roles import (
-    AUX,
+from .macros.register_gates import (
     GAMMA,
     GATE_STAGES,
+    LOG_GAMMA,
+    TO_END,
+    load_column_factors,
+    load_first_column_factors,
+    load_row_factors,
+    load_state_scale,
+    prepare_gates,
+    scale_state,
+)
+from .macros.register_outputs import PRELUDE, decay_inverse, emit_state, store_state
+from .macros.register_products import diagonal_mask, emit_values, emit_x, load_transposed, values_minus_decayed
+from .macros.register_roles import (
+    AUX,
     HALF,
     LOADERS,
-    LOG_GAMMA,
     ROWS,
     STATE,
-    TO_END,
     WARP,
     Walk,
     allocate,
     allow_register_indices,
-    bounds_of,
-    emit_x,
-    load_rows,
+    initial_state_tensor,
+    item_of,
+    load_keys,
+    load_values,
+    read_initial_state,
     shapes_are_covered,
     signal,
-    values_minus_decayed,
     wait_free,
     wait_full,
 )
-from .macros.register_tiles import row_lane_offset, to_registers, transposed_lane_offset
-from .register_state_forward import load_keys, prepare_gates, read_state
+from .macros.register_tiles import row_lane_offset, transposed_lane_offset
 
 
 @dataclass(frozen=True)
@@ -135,17 +144,6 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
 
 
 @macro
-def emit_values(tiles, half, parity, v_new, registers, lane_offset):
-    # V_new of the chunk before, once the store of the one before that has read the tile
-    to_registers(ROWS, HALF, v_new, registers)
-    T.barrier_wait(tiles.barriers["v_new_free"][half], parity)
-    T.call_extern(
-        "handle", "qla_store_transposed", T.address_of(registers[0]), T.access_ptr(tiles.v_new[half, 0, 0], "r", HALF * HALF),
-        lane_offset,
-    )  # fmt: skip
-
-
-@macro
 def hold_state(config, walk, tiles, thread, initial_state):
     # W = V - gamma o (K S);  V_new = G W;  S <- gamma_L S + X^T W, all transposed
     problem, C, K = walk.problem, walk.problem.C, walk.problem.K
@@ -172,11 +170,10 @@ def hold_state(config, walk, tiles, thread, initial_state):
     i = T.alloc_var("int32")             # chunks since the block began; j counts within the item
     i = 0
     for step in T.serial(walk.steps):
-        place, head, part = walk.coordinates(step)
-        _n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
+        item = item_of(walk, step)
         chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
-        read_state(problem, place, head, part * ROWS, initial_state, state)
+        chunks = walk.chunks(item)
+        read_initial_state(problem, item, initial_state, state)
         T.clear(v_new)
         T.copy(state, operand)
         state_scale[1] = 1.0
@@ -185,27 +182,18 @@ def hold_state(config, walk, tiles, thread, initial_state):
             wait_full(tiles.barriers, "k", config.key_stages, i)
             T.wgmma_gemm(operand, tiles.k[i % config.key_stages, :, :], u, transpose_B=True, clear_accum=True, policy=rows_policy)
             # V_new of chunk i - 1 while K S runs; in the first round of an item nonsense that nobody is told of.
-            emit_values(tiles, half, (i + T.if_then_else(j > 0, 0, 1)) % 2, v_new, new_registers, lane_offset)
+            emit_values(tiles, "v_new", half, (i + T.if_then_else(j > 0, 0, 1)) % 2, v_new, new_registers, lane_offset)
             if j > 0:
                 T.barrier_arrive(tiles.barriers["v_new_full"][half])
             emit_state(tiles, half, (i + 1) % 2, state, s_registers, row_offset, state_scale[1])
             wait_full(tiles.barriers, "products", config.product_stages, i)
             gate_stage = i % GATE_STAGES
-            T.call_extern(
-                "handle", "qla_load_pair", T.address_of(state_scale[0]), T.access_ptr(tiles.state_scale[gate_stage, 0], "r", 2)
-            )
+            load_state_scale(tiles, gate_stage, state_scale)
             wait_full(tiles.barriers, "v", 2, i)
-            T.call_extern(
-                "handle", "qla_load_transposed", T.address_of(v_registers[0]),
-                T.access_ptr(tiles.v[i % 2, 0, half * HALF], "r", C), lane_offset,
-            )  # fmt: skip
-            T.call_extern(
-                "handle", "qla_load_first_columns", T.address_of(value_factor[0]),
-                T.access_ptr(tiles.gates[gate_stage, GAMMA, column], "r", 1),
-            )  # fmt: skip
+            load_transposed(tiles.v, i % 2, half, v_registers, lane_offset)
+            load_first_column_factors(tiles.gates, gate_stage, GAMMA, column, value_factor)
             if state_scale[0] != 1.0:
-                for a, b in T.Parallel(ROWS, K):
-                    state[a, b] *= state_scale[0]
+                scale_state(state, state_scale, 0)
             T.wait_wgmma(0)
             signal(tiles.barriers, "v_free", 2, i)
             signal(tiles.barriers, "k_free", config.key_stages, i)
@@ -220,7 +208,7 @@ def hold_state(config, walk, tiles, thread, initial_state):
             T.wait_wgmma(0)
             signal(tiles.barriers, "products_free", config.product_stages, i)
             i = i + 1
-        emit_values(tiles, half, (i + T.if_then_else(chunks > 0, 0, 1)) % 2, v_new, new_registers, lane_offset)
+        emit_values(tiles, "v_new", half, (i + T.if_then_else(chunks > 0, 0, 1)) % 2, v_new, new_registers, lane_offset)
         if chunks > 0:
             T.barrier_arrive(tiles.barriers["v_new_full"][half])
 
@@ -241,13 +229,14 @@ def make_products(config, walk, tiles, thread):
     column = 2 * (lane % 4)
     lane_offset = T.alloc_var("int32")
     lane_offset = row_lane_offset(thread)
-    diagonal = diagonal_mask(lane)
+    mask = T.alloc_var("uint32")
+    mask = diagonal_mask(lane)
+    diagonal = mask                      # one copy for every use
     total = T.alloc_var("int32")
     total = 0
     for step in T.serial(walk.steps):
-        place, _head, _part = walk.coordinates(step)
-        _n, _row, _first, length, _slot, _segment, _last = bounds_of(walk, place)
-        total = total + T.max(T.ceildiv(length, C), 0)
+        item = item_of(walk, step)
+        total = total + walk.chunks(item)
     for i in T.serial(total):
         stage = i % config.key_stages
         made = i % config.product_stages
@@ -255,14 +244,8 @@ def make_products(config, walk, tiles, thread):
         wait_full(tiles.barriers, "Ab", 2, i)
         T.wgmma_gemm(tiles.Ab[i % 2, :, :], tiles.k[stage, :, 0:HALF], left, transpose_A=True, clear_accum=True)
         wait_full(tiles.barriers, "gates", GATE_STAGES, i)
-        T.call_extern(
-            "handle", "qla_load_rows", T.address_of(row_factor[0]),
-            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, row], "r", 1), (TO_END - LOG_GAMMA) * C,
-        )  # fmt: skip
-        T.call_extern(
-            "handle", "qla_load_columns", T.address_of(column_factor[0]),
-            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, column], "r", 1),
-        )  # fmt: skip
+        load_row_factors(tiles.gates, i % GATE_STAGES, LOG_GAMMA, row, row_factor, (TO_END - LOG_GAMMA) * C)
+        load_column_factors(tiles.gates, i % GATE_STAGES, LOG_GAMMA, column, column_factor)
         wait_free(tiles.barriers, "products", config.product_stages, i)
         signal(tiles.barriers, "gates_free", GATE_STAGES, i)
         decay_inverse(tiles, i % 2, made, inverse, lane_offset, row_factor, column_factor, warp, diagonal)
@@ -278,28 +261,6 @@ def make_products(config, walk, tiles, thread):
 
 
 @macro
-def load_values(walk, tiles, v):
-    C = walk.problem.C
-    i = T.alloc_var("int32")
-    tails = T.alloc_var("int32")
-    i = 0
-    tails = 0
-    for step in T.serial(walk.steps):
-        place, head, part = walk.coordinates(step)
-        _n, row, first, length, _slot, _segment, _last = bounds_of(walk, place)
-        for j in T.serial(T.max(T.ceildiv(length, C), 0)):
-            wait_free(tiles.barriers, "v", 2, i)
-            load_rows(
-                v, row, first + j * C, head, part * ROWS, ROWS, length - j * C, C,
-                tiles.v, i % 2, tiles.barriers, "v_full", 1, tails,
-            )  # fmt: skip
-            if length - j * C < C:
-                tails = tails + 1
-            signal(tiles.barriers, "v_full", 2, i)
-            i = i + 1
-
-
-@macro
 def store_values(problem, tiles, i, slot, head, part, v_new):
     for half in T.unroll(2):
         T.barrier_wait(tiles.barriers["v_new_full"][half], i % 2)
@@ -312,21 +273,20 @@ def store_values(problem, tiles, i, slot, head, part, v_new):
 @macro
 def store_outputs(walk, tiles, states, v_new):
     # S before each chunk, V_new behind it
-    problem, C = walk.problem, walk.problem.C
+    problem = walk.problem
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
-        place, head, part = walk.coordinates(step)
-        _n, _row, _first, length, slot, _segment, _last = bounds_of(walk, place)
+        item = item_of(walk, step)
         chunks = T.alloc_var("int32")
-        chunks = T.max(T.ceildiv(length, C), 0)
+        chunks = walk.chunks(item)
         for j in T.serial(chunks):
             if j > 0:
-                store_values(problem, tiles, i - 1, slot + j - 1, head, part, v_new)
-            store_state(tiles, i, states, slot + j, head, part)
+                store_values(problem, tiles, i - 1, item.slot + j - 1, item.head, item.part, v_new)
+            store_state(tiles, i, states, item.slot + j, item.head, item.part)
             i = i + 1
         if chunks > 0:
-            store_values(problem, tiles, i - 1, slot + chunks - 1, head, part, v_new)
+            store_values(problem, tiles, i - 1, item.slot + chunks - 1, item.head, item.part, v_new)
 
 
 def build(problem: Problem, config: Config):
@@ -337,9 +297,6 @@ def build(problem: Problem, config: Config):
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
     places = T.dynamic("places")
     N = bounds - 1 if problem.packed else B
-    state_shape = (N, HV, V, K) if problem.state_v_first else (N, HV, K, V)
-    initial_shape = (places, HV, V, K) if problem.split else state_shape
-    initial_dtype = "float32" if problem.split else problem.initial_state_dtype or "float32"
 
     @T.prim_func
     def register_state_scan(
@@ -350,7 +307,7 @@ def build(problem: Problem, config: Config):
         A_log: T.Tensor((HV,), "float32"),
         dt_bias: T.Tensor((HV,), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
-        initial_state: T.Tensor(initial_shape, initial_dtype),
+        initial_state: initial_state_tensor(problem, N, places),
         states: T.Tensor((slots, HV, V, K), dtype),
         v_new: T.Tensor((slots, HV, C, V), dtype),
         chunks_per_segment: T.int32,
@@ -378,7 +335,7 @@ def build(problem: Problem, config: Config):
                 elif thread < 480:
                     store_outputs(walk, tiles, states, v_new)
                 else:
-                    load_values(walk, tiles, v)
+                    load_values(config, walk, tiles, v, None)
 
     return register_state_scan
 

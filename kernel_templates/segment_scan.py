@@ -17,26 +17,32 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
-from .macros.register_roles import (
-    AUX,
+from .macros.register_gates import (
     GAMMA,
     GATE_STAGES,
+    LOG_GAMMA,
+    TO_END,
+    load_first_column_factors,
+    load_row_factors,
+    load_state_scale,
+    scale_state,
+    sum_gates,
+)
+from .macros.register_products import emit_x, load_transposed, values_minus_decayed
+from .macros.register_roles import (
+    AUX,
     HALF,
     LOADERS,
-    LOG_GAMMA,
     ROWS,
     STATE,
-    TO_END,
     WARP,
     Walk,
     allocate,
     allow_register_indices,
-    bounds_of,
-    emit_x,
+    item_of,
+    load,
     shapes_are_covered,
     signal,
-    sum_gates,
-    values_minus_decayed,
     wait_free,
     wait_full,
 )
@@ -124,20 +130,19 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
 def work_of(walk, step, warm_chunks):
     """(place, value head, part, row, first token, first slot, chunks) of an item; chunks is 0 where there is nothing to do."""
     C = walk.problem.C
-    place, head, part = walk.coordinates(step)
-    _n, row, first, length, slot, segment, last = bounds_of(walk, place)
+    item = item_of(walk, step)
     chunks = T.alloc_var("int32")
     skipped = T.alloc_var("int32")
     chunks = 0
     skipped = 0
-    if length > 0 and segment < last:
-        chunks = warm_chunks[place, head]
+    if item.length > 0 and item.segment < item.last:
+        chunks = warm_chunks[item.place, item.head]
         if chunks < 0:
             chunks = walk.L
-        elif part == walk.parts - 1:
+        elif item.part == walk.parts - 1:
             chunks = 0                   # no M
         skipped = walk.L - chunks
-    return place, head, part, row, first + skipped * C, slot + skipped, chunks
+    return item.place, item.head, item.part, item.row, item.first + skipped * C, item.slot + skipped, chunks
 
 
 @macro
@@ -174,27 +179,18 @@ def hold_state(config, walk, tiles, thread, warm_chunks, transfers):
             T.wgmma_gemm(operand, tiles.k[i % config.key_stages, :, :], u, transpose_B=True, clear_accum=True, policy=rows_policy)
             wait_full(tiles.barriers, "products", config.product_stages, i)
             gate_stage = i % GATE_STAGES
-            T.call_extern(
-                "handle", "qla_load_pair", T.address_of(state_scale[0]), T.access_ptr(tiles.state_scale[gate_stage, 0], "r", 2)
-            )
+            load_state_scale(tiles, gate_stage, state_scale)
             if part < walk.parts - 1:
                 wait_full(tiles.barriers, "v", 2, i_v)
-                T.call_extern(
-                    "handle", "qla_load_transposed", T.address_of(v_registers[0]),
-                    T.access_ptr(tiles.v[i_v % 2, 0, half * HALF], "r", C), lane_offset,
-                )  # fmt: skip
+                load_transposed(tiles.v, i_v % 2, half, v_registers, lane_offset)
                 signal(tiles.barriers, "v_free", 2, i_v)
                 i_v = i_v + 1
             else:
                 for e in T.unroll(32):
                     v_registers[e] = T.cast(0.0, problem.dtype)
-            T.call_extern(
-                "handle", "qla_load_first_columns", T.address_of(value_factor[0]),
-                T.access_ptr(tiles.gates[gate_stage, GAMMA, column], "r", 1),
-            )  # fmt: skip
+            load_first_column_factors(tiles.gates, gate_stage, GAMMA, column, value_factor)
             if state_scale[0] != 1.0:
-                for a, b in T.Parallel(ROWS, K):
-                    state[a, b] *= state_scale[0]
+                scale_state(state, state_scale, 0)
             T.wait_wgmma(0)
             signal(tiles.barriers, "k_free", config.key_stages, i)
             values_minus_decayed(C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w)
@@ -205,8 +201,7 @@ def hold_state(config, walk, tiles, thread, warm_chunks, transfers):
             signal(tiles.barriers, "products_free", config.product_stages, i)
             i = i + 1
         if chunks > 0:
-            for a, b in T.Parallel(ROWS, K):
-                state[a, b] *= state_scale[1]
+            scale_state(state, state_scale, 1)
             T.copy(state, transfers[place, head, part * ROWS : part * ROWS + ROWS, 0:K])
 
 
@@ -234,10 +229,7 @@ def make_products(config, walk, tiles, thread, warm_chunks):
         T.wgmma_gemm(tiles.Ab[i % 2, :, :], tiles.k[i % config.key_stages, :, 0:HALF], left, transpose_A=True, clear_accum=True)
         T.wgmma_gemm(tiles.Ab[i % 2, :, :], tiles.k[i % config.key_stages, :, HALF:K], right, transpose_A=True, clear_accum=True)
         wait_full(tiles.barriers, "gates", GATE_STAGES, i)
-        T.call_extern(
-            "handle", "qla_load_rows", T.address_of(row_factor[0]),
-            T.access_ptr(tiles.gates[i % GATE_STAGES, LOG_GAMMA, row], "r", 1), (TO_END - LOG_GAMMA) * C,
-        )  # fmt: skip
+        load_row_factors(tiles.gates, i % GATE_STAGES, LOG_GAMMA, row, row_factor, (TO_END - LOG_GAMMA) * C)
         wait_free(tiles.barriers, "products", config.product_stages, i)
         T.wait_wgmma(1)
         emit_x(0, tiles.X, i % config.product_stages, left, registers, lane_offset, row_factor)
@@ -261,14 +253,8 @@ def load_keys(config, walk, tiles, k, Ab, warm_chunks):
         for j in T.serial(chunks):
             start = first + j * C
             stage = i % config.key_stages
-            wait_free(tiles.barriers, "k", config.key_stages, i)
-            T.tma_copy(
-                k[row, start : start + C, key_head, 0 : problem.K], tiles.k[stage, :, :], barrier=tiles.barriers["k_full"][stage]
-            )
-            signal(tiles.barriers, "k_full", config.key_stages, i)
-            wait_free(tiles.barriers, "Ab", 2, i)
-            T.tma_copy(Ab[slot + j, head, 0:C, 0:C], tiles.Ab[i % 2, :, :], barrier=tiles.barriers["Ab_full"][i % 2])
-            signal(tiles.barriers, "Ab_full", 2, i)
+            load(tiles, "k", config.key_stages, i, k[row, start : start + C, key_head, 0 : problem.K], stage)
+            load(tiles, "Ab", 2, i, Ab[slot + j, head, 0:C, 0:C])
             i = i + 1
 
 
@@ -282,12 +268,7 @@ def load_values(walk, tiles, v, warm_chunks):
         if part < walk.parts - 1:
             for j in T.serial(chunks):
                 start = first + j * C
-                wait_free(tiles.barriers, "v", 2, i)
-                T.tma_copy(
-                    v[row, start : start + C, head, part * ROWS : part * ROWS + ROWS], tiles.v[i % 2, :, :],
-                    barrier=tiles.barriers["v_full"][i % 2],
-                )  # fmt: skip
-                signal(tiles.barriers, "v_full", 2, i)
+                load(tiles, "v", 2, i, v[row, start : start + C, head, part * ROWS : part * ROWS + ROWS])
                 i = i + 1
 
 
@@ -298,10 +279,7 @@ def prepare_gates(walk, tiles, lane, g, A_log, dt_bias, warm_chunks):
     i = 0
     for step in T.serial(walk.steps):
         _place, head, _part, row, first, _slot, chunks = work_of(walk, step, warm_chunks)
-        sum_gates(
-            problem, row, first, first + chunks * C, chunks, head, lane, 1.0, g, A_log, dt_bias,
-            tiles.gates, tiles.state_scale, tiles.barriers, i,
-        )  # fmt: skip
+        sum_gates(problem, row, first, first + chunks * C, chunks, head, lane, 1.0, g, A_log, dt_bias, tiles, i)
         i = i + chunks
 
 

@@ -99,6 +99,20 @@ def default_config(problem: Problem, arch: Arch) -> Config:
     )
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """The shared tiles of one block."""
+
+    k: object
+    v: object
+    A: object
+    g: object
+    state: object
+    w: object
+    v_new: object
+    v_decayed: object
+
+
 @macro
 def load_chunk(problem, row, start, valid, slot, head, first_v, k, v, A, g_sum, tiles):
     # what a chunk needs, with guards
@@ -145,20 +159,6 @@ def scan_chunk(slot, head, first_v, tiles, state, values, states, v_new):
     enter_chunk(slot, head, first_v, tiles, state, states)
     write_values(slot, head, first_v, tiles, values, v_new)
     update_state(tiles, values, state)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The shared tiles of one block."""
-
-    k: object
-    v: object
-    A: object
-    g: object
-    state: object
-    w: object
-    v_new: object
-    v_decayed: object
 
 
 def build(problem: Problem, config: Config):

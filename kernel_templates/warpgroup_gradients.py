@@ -22,7 +22,8 @@ from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
 from .macros.gates import LOG2E
-from .macros.register_roles import HALF, WARP, allocate, allow_register_indices, load_rows, signal, wait_free, wait_full
+from .macros.register_gates import load_column_factors, load_row_factors
+from .macros.register_roles import HALF, WARP, allocate, allow_register_indices, load, load_rows, signal, wait_free, wait_full
 from .macros.register_tiles import from_registers, row_lane_offset, to_registers
 from .macros.sequences import locate_chunk
 from .macros.warpgroup_sums import BY_COLUMN, BY_ROW, DIAGONAL, KEYS, KEYS_STATE, OVERLAP, PRELUDE, QUERIES
@@ -190,6 +191,38 @@ def zero_rest(walk, n, start, valid, key_head, gradient):
                     gradient[0, start + a, key_head, b] = T.cast(0.0, problem.dtype)
 
 
+def wait_keys(config, barriers, t):
+    wait_full(barriers, "q", config.key_stages, t)
+    wait_full(barriers, "k", config.key_stages, t)
+
+
+def free_keys(config, barriers, t):
+    signal(barriers, "q_free", config.key_stages, t)
+    signal(barriers, "k_free", config.key_stages, t)
+
+
+def store_scores(registers, tile, lane_offset, row_factor, column_factor, factor, strict, valid):
+    """tile <- factor Gamma o x in its lower triangle, without the diagonal if strict; 0 from row `valid` on."""
+    C = tile.shape[1]
+    return T.call_extern(
+        "handle", "qla_score_gradient", T.address_of(registers[0]), T.access_ptr(tile[0, 0, 0], "r", C * C),
+        lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), factor, strict, valid,
+    )  # fmt: skip
+
+
+def add_products(x, y, row_sums, column_sums):
+    return T.call_extern(
+        "handle", "qla_add_products", T.address_of(x[0]), T.address_of(y[0]), T.address_of(row_sums[0]),
+        T.address_of(column_sums[0]),
+    )  # fmt: skip
+
+
+def store_row_sums(row_sums, sums, which):
+    return T.call_extern(
+        "handle", "qla_store_rows", T.address_of(row_sums[0]), T.access_ptr(sums[0, which, 0], "r", sums.shape[2])
+    )
+
+
 @macro
 def score_gradients(config, walk, tiles, thread, scale):
     # dP, dM, the sums of Z, the diagonal of dW V_new^T
@@ -218,8 +251,7 @@ def score_gradients(config, walk, tiles, thread, scale):
         _slot, _key_head, _n, _row, _start, valid = chunk_of(walk, step)
         if valid > 0:
             key_stage = t % config.key_stages
-            wait_full(barriers, "q", config.key_stages, t)
-            wait_full(barriers, "k", config.key_stages, t)
+            wait_keys(config, barriers, t)
             for member in T.serial(problem.HV // problem.H):
                 stage = h % stages
                 gate_stage = h % GATE_STAGES
@@ -229,22 +261,13 @@ def score_gradients(config, walk, tiles, thread, scale):
                 wait_full(barriers, "dw", stages, h)
                 T.wgmma_gemm(tiles.dw[stage, :, :], tiles.v_new[stage, :, :], dm, transpose_B=True, clear_accum=True)
                 wait_full(barriers, "gates", GATE_STAGES, h)
-                T.call_extern(
-                    "handle", "qla_load_rows", T.address_of(row_factor[0]),
-                    T.access_ptr(tiles.gates[gate_stage, LOG_GAMMA, row_of], "r", 1), 0,
-                )  # fmt: skip
-                T.call_extern(
-                    "handle", "qla_load_columns", T.address_of(column_factor[0]),
-                    T.access_ptr(tiles.gates[gate_stage, LOG_GAMMA, column], "r", 1),
-                )  # fmt: skip
+                load_row_factors(tiles.gates, gate_stage, LOG_GAMMA, row_of, row_factor, 0)
+                load_column_factors(tiles.gates, gate_stage, LOG_GAMMA, column, column_factor)
                 wait_free(barriers, "scores", 1, h)
                 T.wait_wgmma(1)
                 signal(barriers, "do_free", stages, h)
                 to_registers(C, C, dp, dp_registers)
-                T.call_extern(
-                    "handle", "qla_score_gradient", T.address_of(dp_registers[0]), T.access_ptr(tiles.dp[0, 0, 0], "r", C * C),
-                    lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), scale, 0, valid,
-                )  # fmt: skip
+                store_scores(dp_registers, tiles.dp, lane_offset, row_factor, column_factor, scale, 0, valid)
                 T.wait_wgmma(0)
                 signal(barriers, "dw_free", stages, h)
                 signal(barriers, "v_new_free", stages, h)
@@ -254,10 +277,7 @@ def score_gradients(config, walk, tiles, thread, scale):
                     "handle", "qla_store_diagonal", T.address_of(dm_registers[0]),
                     T.access_ptr(tiles.sums[0, DIAGONAL, 0], "r", C),
                 )  # fmt: skip
-                T.call_extern(
-                    "handle", "qla_score_gradient", T.address_of(dm_registers[0]), T.access_ptr(tiles.dm[0, 0, 0], "r", C * C),
-                    lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), -1.0, 1, valid,
-                )  # fmt: skip
+                store_scores(dm_registers, tiles.dm, lane_offset, row_factor, column_factor, -1.0, 1, valid)
                 signal(barriers, "gates_free", GATE_STAGES, h)
                 T.fence_proxy_async()
                 signal(barriers, "scores_full", 1, h)
@@ -268,28 +288,26 @@ def score_gradients(config, walk, tiles, thread, scale):
                 T.wgmma_gemm(tiles.q[key_stage, :, :], tiles.k[key_stage, :, :], scores, transpose_B=True, clear_accum=True)
                 T.wait_wgmma(0)
                 to_registers(C, C, scores, score_registers)
-                T.call_extern(
-                    "handle", "qla_add_products", T.address_of(dp_registers[0]), T.address_of(score_registers[0]),
-                    T.address_of(row_sums[0]), T.address_of(column_sums[0]),
-                )  # fmt: skip
+                add_products(dp_registers, score_registers, row_sums, column_sums)
                 T.wgmma_gemm(tiles.k[key_stage, :, :], tiles.k[key_stage, :, :], scores, transpose_B=True, clear_accum=True)
                 T.wait_wgmma(0)
                 to_registers(C, C, scores, score_registers)
-                T.call_extern(
-                    "handle", "qla_add_products", T.address_of(dm_registers[0]), T.address_of(score_registers[0]),
-                    T.address_of(row_sums[0]), T.address_of(column_sums[0]),
-                )  # fmt: skip
-                T.call_extern(
-                    "handle", "qla_store_rows", T.address_of(row_sums[0]), T.access_ptr(tiles.sums[0, BY_ROW, 0], "r", C)
-                )
+                add_products(dm_registers, score_registers, row_sums, column_sums)
+                store_row_sums(row_sums, tiles.sums, BY_ROW)
                 T.call_extern(
                     "handle", "qla_store_columns", T.address_of(column_sums[0]), T.access_ptr(tiles.sums[0, BY_COLUMN, 0], "r", C)
                 )
                 signal(barriers, "sums_full", 1, h)
                 h = h + 1
-            signal(barriers, "q_free", config.key_stages, t)
-            signal(barriers, "k_free", config.key_stages, t)
+            free_keys(config, barriers, t)
             t = t + 1
+
+
+def row_accumulators(C):
+    """Those of one value head and of all of them, and the registers that hold them for add_scaled."""
+    own, total = (T.alloc_fragment((C, DIM), "float32") for _ in range(2))
+    registers, total_registers = (T.alloc_local((64,), "float32") for _ in range(2))
+    return own, total, registers, total_registers
 
 
 @macro
@@ -310,10 +328,7 @@ def query_gradients(config, walk, tiles, thread, dq):
     # dQ_S = scale gamma o (dO S^T);  dQ = dQ_S + dP K;  the rows of Q o dQ_S, and sum(S o dS')
     problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
     stages = config.value_stages
-    own = T.alloc_fragment((C, DIM), "float32")
-    total = T.alloc_fragment((C, DIM), "float32")
-    registers = T.alloc_local((64,), "float32")
-    total_registers = T.alloc_local((64,), "float32")
+    own, total, registers, total_registers = row_accumulators(C)
     factor = T.alloc_local((4,), "float32")
     row_sums = T.alloc_local((2,), "float32")
     row_of = 16 * (thread % 128 // 32) + thread % 32 // 4
@@ -328,8 +343,7 @@ def query_gradients(config, walk, tiles, thread, dq):
         if valid > 0:
             key_stage = t % config.key_stages
             T.clear(total)
-            wait_full(barriers, "q", config.key_stages, t)
-            wait_full(barriers, "k", config.key_stages, t)
+            wait_keys(config, barriers, t)
             for member in T.serial(problem.HV // problem.H):
                 stage = h % stages
                 wait_full(barriers, "do", stages, h)
@@ -342,10 +356,7 @@ def query_gradients(config, walk, tiles, thread, dq):
                     T.access_ptr(tiles.ds[0, 0, 0], "r", DIM * DIM), T.access_ptr(tiles.sums[0, OVERLAP, 0], "r", 4),
                 )  # fmt: skip
                 wait_full(barriers, "gates", GATE_STAGES, h)
-                T.call_extern(
-                    "handle", "qla_load_rows", T.address_of(factor[0]),
-                    T.access_ptr(tiles.gates[h % GATE_STAGES, READ, row_of], "r", 1), 0,
-                )  # fmt: skip
+                load_row_factors(tiles.gates, h % GATE_STAGES, READ, row_of, factor, 0)
                 for e in T.unroll(2):
                     row_sums[e] = 0.0
                 T.wait_wgmma(0)
@@ -356,17 +367,14 @@ def query_gradients(config, walk, tiles, thread, dq):
                 add_scaled(
                     own, total, registers, total_registers, tiles.q, key_stage, lane_offset, factor[0], factor[1], row_sums
                 )
-                T.call_extern(
-                    "handle", "qla_store_rows", T.address_of(row_sums[0]), T.access_ptr(tiles.sums[0, QUERIES, 0], "r", C)
-                )
+                store_row_sums(row_sums, tiles.sums, QUERIES)
                 signal(barriers, "sums_full", 1, h)
                 wait_full(barriers, "scores", 1, h)
                 T.wgmma_gemm(tiles.dp[0, :, :], tiles.k[key_stage, :, :], total)
                 T.wait_wgmma(0)
                 signal(barriers, "scores_free", 1, h)
                 h = h + 1
-            signal(barriers, "q_free", config.key_stages, t)
-            signal(barriers, "k_free", config.key_stages, t)
+            free_keys(config, barriers, t)
             t = t + 1
             store_gradient(walk, row, start, valid, key_head, total, dq)
         zero_rest(walk, n, start, valid, key_head, dq)
@@ -377,10 +385,7 @@ def key_gradients(config, walk, tiles, thread, dk):
     # dK_S = (gamma_L / gamma) o (V_new dS'^T);  dK_U = -gamma o (dW S^T);  dK = dK_S + dK_U + dP^T Q + (dM + dM^T) K
     problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
     stages = config.value_stages
-    own = T.alloc_fragment((C, DIM), "float32")
-    total = T.alloc_fragment((C, DIM), "float32")
-    registers = T.alloc_local((64,), "float32")
-    total_registers = T.alloc_local((64,), "float32")
+    own, total, registers, total_registers = row_accumulators(C)
     factor = T.alloc_local((4,), "float32")
     state_sums = T.alloc_local((2,), "float32")
     erase_sums = T.alloc_local((2,), "float32")
@@ -396,18 +401,14 @@ def key_gradients(config, walk, tiles, thread, dk):
         if valid > 0:
             key_stage = t % config.key_stages
             T.clear(total)
-            wait_full(barriers, "q", config.key_stages, t)
-            wait_full(barriers, "k", config.key_stages, t)
+            wait_keys(config, barriers, t)
             for member in T.serial(problem.HV // problem.H):
                 stage = h % stages
                 wait_full(barriers, "v_new", stages, h)
                 wait_full(barriers, "ds", 1, h)
                 T.wgmma_gemm(tiles.v_new[stage, :, :], tiles.ds[0, :, :], own, clear_accum=True)
                 wait_full(barriers, "gates", GATE_STAGES, h)
-                T.call_extern(
-                    "handle", "qla_load_rows", T.address_of(factor[0]),
-                    T.access_ptr(tiles.gates[h % GATE_STAGES, TO_END, row_of], "r", 1), (ERASE - TO_END) * C,
-                )  # fmt: skip
+                load_row_factors(tiles.gates, h % GATE_STAGES, TO_END, row_of, factor, (ERASE - TO_END) * C)
                 for e in T.unroll(2):
                     state_sums[e] = 0.0
                     erase_sums[e] = 0.0
@@ -430,12 +431,8 @@ def key_gradients(config, walk, tiles, thread, dk):
                 for e in T.unroll(2):
                     erase_sums[e] = erase_sums[e] - state_sums[e]
                 wait_free(barriers, "sums", 1, h)
-                T.call_extern(
-                    "handle", "qla_store_rows", T.address_of(erase_sums[0]), T.access_ptr(tiles.sums[0, KEYS, 0], "r", C)
-                )
-                T.call_extern(
-                    "handle", "qla_store_rows", T.address_of(state_sums[0]), T.access_ptr(tiles.sums[0, KEYS_STATE, 0], "r", C)
-                )
+                store_row_sums(erase_sums, tiles.sums, KEYS)
+                store_row_sums(state_sums, tiles.sums, KEYS_STATE)
                 signal(barriers, "sums_full", 1, h)
                 wait_full(barriers, "scores", 1, h)
                 T.wgmma_gemm(tiles.dp[0, :, :], tiles.q[key_stage, :, :], total, transpose_A=True)
@@ -444,8 +441,7 @@ def key_gradients(config, walk, tiles, thread, dk):
                 T.wait_wgmma(0)
                 signal(barriers, "scores_free", 1, h)
                 h = h + 1
-            signal(barriers, "q_free", config.key_stages, t)
-            signal(barriers, "k_free", config.key_stages, t)
+            free_keys(config, barriers, t)
             t = t + 1
             store_gradient(walk, row, start, valid, key_head, total, dk)
         zero_rest(walk, n, start, valid, key_head, dk)
@@ -453,8 +449,7 @@ def key_gradients(config, walk, tiles, thread, dk):
 
 @macro
 def load_keys(config, walk, tiles, q, k, do):
-    problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
-    stages = config.value_stages
+    problem, C = walk.problem, walk.problem.C
     t = T.alloc_var("int32")
     h = T.alloc_var("int32")
     tails = T.alloc_var("int32")
@@ -465,28 +460,25 @@ def load_keys(config, walk, tiles, q, k, do):
         _slot, key_head, _n, row, start, valid = chunk_of(walk, step)
         if valid > 0:
             key_stage = t % config.key_stages
-            wait_free(barriers, "k", config.key_stages, t)
-            load_rows(k, row, start, key_head, 0, DIM, valid, C, tiles.k, key_stage, barriers, "k_full", 0, tails)
-            signal(barriers, "k_full", config.key_stages, t)
-            wait_free(barriers, "q", config.key_stages, t)
-            load_rows(q, row, start, key_head, 0, DIM, valid, C, tiles.q, key_stage, barriers, "q_full", 1, tails)
-            signal(barriers, "q_full", config.key_stages, t)
+            wait_free(tiles.barriers, "k", config.key_stages, t)
+            load_rows(tiles, "k", key_stage, k[row, start : start + C, key_head, 0:DIM], valid, 0, tails)
+            signal(tiles.barriers, "k_full", config.key_stages, t)
+            wait_free(tiles.barriers, "q", config.key_stages, t)
+            load_rows(tiles, "q", key_stage, q[row, start : start + C, key_head, 0:DIM], valid, 1, tails)
+            signal(tiles.barriers, "q_full", config.key_stages, t)
             if valid < C:
                 tails = tails + 1
             t = t + 1
             for member in T.serial(problem.HV // problem.H):
                 head = key_head * (problem.HV // problem.H) + member
-                stage = h % stages
-                wait_free(barriers, "do", stages, h)
-                T.tma_copy(do[row, start : start + C, head, 0:DIM], tiles.do[stage, :, :], barrier=barriers["do_full"][stage])
-                signal(barriers, "do_full", stages, h)
+                stage = h % config.value_stages
+                load(tiles, "do", config.value_stages, h, do[row, start : start + C, head, 0:DIM], stage)
                 h = h + 1
 
 
 @macro
 def load_values(config, walk, tiles, v_new, dv):
-    problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
-    stages = config.value_stages
+    problem, C = walk.problem, walk.problem.C
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
@@ -494,19 +486,15 @@ def load_values(config, walk, tiles, v_new, dv):
         if valid > 0:
             for member in T.serial(problem.HV // problem.H):
                 head = key_head * (problem.HV // problem.H) + member
-                stage = h % stages
-                wait_free(barriers, "v_new", stages, h)
-                T.tma_copy(v_new[slot, head, 0:C, 0:DIM], tiles.v_new[stage, :, :], barrier=barriers["v_new_full"][stage])
-                signal(barriers, "v_new_full", stages, h)
-                wait_free(barriers, "dw", stages, h)
-                T.tma_copy(dv[row, start : start + C, head, 0:DIM], tiles.dw[stage, :, :], barrier=barriers["dw_full"][stage])
-                signal(barriers, "dw_full", stages, h)
+                stage = h % config.value_stages
+                load(tiles, "v_new", config.value_stages, h, v_new[slot, head, 0:C, 0:DIM], stage)
+                load(tiles, "dw", config.value_stages, h, dv[row, start : start + C, head, 0:DIM], stage)
                 h = h + 1
 
 
 @macro
 def load_states(walk, tiles, states, state_gradients):
-    problem, barriers = walk.problem, tiles.barriers
+    problem = walk.problem
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
@@ -514,12 +502,8 @@ def load_states(walk, tiles, states, state_gradients):
         if valid > 0:
             for member in T.serial(problem.HV // problem.H):
                 head = key_head * (problem.HV // problem.H) + member
-                wait_free(barriers, "ds", 1, h)
-                T.tma_copy(state_gradients[slot, head, 0:DIM, 0:DIM], tiles.ds[0, :, :], barrier=barriers["ds_full"][0])
-                signal(barriers, "ds_full", 1, h)
-                wait_free(barriers, "s", 1, h)
-                T.tma_copy(states[slot, head, 0:DIM, 0:DIM], tiles.s[0, :, :], barrier=barriers["s_full"][0])
-                signal(barriers, "s_full", 1, h)
+                load(tiles, "ds", 1, h, state_gradients[slot, head, 0:DIM, 0:DIM])
+                load(tiles, "s", 1, h, states[slot, head, 0:DIM, 0:DIM])
                 h = h + 1
 
 

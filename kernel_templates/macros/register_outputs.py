@@ -1,20 +1,8 @@
-"""What the register-state scans of the backward add to register_roles: states as outputs, and Gamma o Ab."""
+"""What the register-state scans of the backward add: states as outputs, and Gamma o Ab."""
 
 from ..language import T, macro
-from .register_roles import (
-    GAMMA,
-    GAMMA_SCALED,
-    GATE_STAGES,
-    HALF,
-    LOG_GAMMA,
-    RESCALE_BELOW,
-    ROWS,
-    TO_END,
-    fetch_gate,
-    log2_decay,
-    signal,
-    wait_free,
-)
+from .register_products import decay_and_store
+from .register_roles import HALF, ROWS
 from .register_tiles import PRELUDE as TILES
 from .register_tiles import to_registers
 
@@ -78,25 +66,11 @@ QLA_DEVICE void qla_store_scaled(const float* x, void* tile, int offset, float f
 
 @macro
 def decay_inverse(tiles, stage, product_stage, registers, lane_offset, row_factor, column_factor, warp, diagonal):
-    # G = Gamma o Ab; above the diagonal Gamma may overflow, so it is masked
+    # G = Gamma o Ab
     T.call_extern(
         "handle", "qla_load_tile", T.address_of(registers[0]), T.access_ptr(tiles.Ab[stage, 0, 0], "r", HALF * HALF), lane_offset
     )
-    T.call_extern(
-        "handle", "qla_decay_and_store", T.address_of(registers[0]), T.access_ptr(tiles.G[product_stage, 0, 0], "r", HALF * HALF),
-        lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), 0.0, warp, diagonal,
-    )  # fmt: skip
-
-
-@macro
-def diagonal_mask(lane):
-    # of a pair of columns on the diagonal block: which half is on or below it
-    column = 2 * (lane % 4)
-    mask = T.alloc_var("uint32")
-    mask = T.if_then_else(lane // 4 >= column, T.uint32(0xFFFF), T.uint32(0)) + T.if_then_else(
-        lane // 4 >= column + 1, T.uint32(0xFFFF0000), T.uint32(0)
-    )
-    return mask
+    decay_and_store(registers, tiles.G, product_stage, lane_offset, row_factor, column_factor, 0.0, warp, diagonal)
 
 
 @macro
@@ -123,48 +97,3 @@ def store_state(tiles, i, states, slot, head, part):
         T.tma_copy(tiles.s[2 * half + 1, :, :], states[slot, head, value : value + HALF, HALF : 2 * HALF])
         T.tma_store_wait(0)
         T.barrier_arrive(tiles.barriers["s_free"][half])
-
-
-# Rows of the gates tile of a scan that runs backwards over tokens i: gamma 2^-c' for dU, (gamma_L / gamma) 2^c for K dS',
-# scale gamma 2^-c' for dO; the last row, log2 gamma, is that of register_roles. The state is 2^c times the accumulators before
-# the chunk, and 2^c' times those behind it.
-ERASE, FROM_END, READ = GAMMA, TO_END, GAMMA_SCALED
-
-
-@macro
-def sum_gates_backwards(problem, row, first, end, chunks, head, lane, scale, g, A_log, dt_bias, tiles, i):
-    """gamma and its relatives of the chunks of one item, the last chunk first. i counts chunks of the block."""
-    C, gates, state_scale, barriers = problem.C, tiles.gates, tiles.state_scale, tiles.barriers
-    c = T.alloc_var("float32")
-    c_next = T.alloc_var("float32")
-    sums = T.alloc_local((3,), "float32")
-    upper = T.alloc_local((1,), "float32")
-    low = T.alloc_local((1,), "float32")
-    high = T.alloc_local((1,), "float32")
-    c = 0.0
-    token = T.alloc_var("int32")
-    token = first + (chunks - 1) * C + lane
-    fetch_gate(row, token, end, head, g, low)
-    fetch_gate(row, token + 32, end, head, g, high)
-    for j in T.serial(chunks):
-        stage = (i + j) % GATE_STAGES
-        log2_decay(problem, token, end, head, A_log, dt_bias, low, sums)
-        log2_decay(problem, token + 32, end, head, A_log, dt_bias, high, upper)
-        sums[1] = upper[0]
-        token = T.max(token - C, first + lane)           # behind the first chunk it is not used
-        fetch_gate(row, token, end, head, g, low)
-        fetch_gate(row, token + 32, end, head, g, high)
-        T.call_extern("handle", "qla_scan64", T.address_of(sums[0]))
-        wait_free(barriers, "gates", GATE_STAGES, i + j)
-        c_next = c + sums[2]
-        if lane == 0:
-            state_scale[stage, 0] = T.if_then_else(c_next < RESCALE_BELOW, T.exp2(c_next), 1.0)
-            state_scale[stage, 1] = T.if_then_else(c_next < RESCALE_BELOW, 1.0, T.exp2(c_next))
-        c_next = T.if_then_else(c_next < RESCALE_BELOW, 0.0, c_next)
-        for e in T.unroll(2):
-            gates[stage, LOG_GAMMA, e * 32 + lane] = sums[e]
-            gates[stage, FROM_END, e * 32 + lane] = T.exp2(sums[2] - sums[e] + c)
-            gates[stage, ERASE, e * 32 + lane] = T.exp2(sums[e] - c_next)
-            gates[stage, READ, e * 32 + lane] = T.exp2(sums[e] - c_next) * scale
-        c = c_next
-        signal(barriers, "gates_full", GATE_STAGES, i + j)

@@ -1,0 +1,100 @@
+"""Products of a chunk on their way through the registers of a warpgroup, from accumulators to shared tiles and on to memory."""
+
+from ..language import T, macro
+from .register_gates import GAMMA
+from .register_roles import HALF, ROWS
+from .register_tiles import from_registers, to_registers
+
+
+def diagonal_mask(lane):
+    """Of a pair of columns on the diagonal block: which half is on or below it."""
+    row, column = lane // 4, 2 * (lane % 4)
+    low, high = T.uint32(0xFFFF), T.uint32(0xFFFF0000)
+    return T.if_then_else(row >= column, low, T.uint32(0)) + T.if_then_else(row >= column + 1, high, T.uint32(0))
+
+
+def decay_and_store(registers, tile, stage, lane_offset, row_factor, column_factor, log2_scale, warp, diagonal):
+    """tile <- scale Gamma o x; above the diagonal Gamma may overflow, so it is masked."""
+    return T.call_extern(
+        "handle", "qla_decay_and_store", T.address_of(registers[0]), T.access_ptr(tile[stage, 0, 0], "r", HALF * HALF),
+        lane_offset, T.address_of(row_factor[0]), T.address_of(column_factor[0]), log2_scale, warp, diagonal,
+    )  # fmt: skip
+
+
+@macro
+def emit_x(half, X, stage, accumulator, registers, lane_offset, factors):
+    # X, columns [64 half, 64 half + 64): rows scaled by gamma_L / gamma
+    to_registers(64, HALF, accumulator, registers)
+    T.call_extern(
+        "handle", "qla_scale_rows_and_store", T.address_of(registers[0]), T.access_ptr(X[stage, 0, half * HALF], "r", 64),
+        lane_offset, factors[2], factors[3],
+    )  # fmt: skip
+    from_registers(64, HALF, registers, accumulator)
+
+
+@macro
+def values_minus_decayed(C, u, v_registers, gates, stage, column, first_factors, u_registers, w_registers, w):
+    # W = V - gamma o (K S), in bf16
+    to_registers(ROWS, C, u, u_registers)
+    T.call_extern(
+        "handle", "qla_subtract_scaled", T.address_of(u_registers[0]), T.address_of(v_registers[0]), T.address_of(w_registers[0]),
+        T.address_of(first_factors[0]), T.access_ptr(gates[stage, GAMMA, column], "r", 1),
+    )  # fmt: skip
+    from_registers(ROWS, C, w_registers, w)
+
+
+def load_transposed(tile, stage, half, registers, lane_offset):
+    """A warpgroup's half of a tile of tokens by values, as an accumulator of values by tokens has it."""
+    return T.call_extern(
+        "handle", "qla_load_transposed", T.address_of(registers[0]), T.access_ptr(tile[stage, 0, half * HALF], "r", HALF),
+        lane_offset,
+    )  # fmt: skip
+
+
+def store_transposed(registers, tile, half, lane_offset):
+    return T.call_extern(
+        "handle", "qla_store_transposed", T.address_of(registers[0]), T.access_ptr(tile[half, 0, 0], "r", HALF * HALF),
+        lane_offset,
+    )  # fmt: skip
+
+
+@macro
+def emit_values(tiles, name, half, parity, accumulator, registers, lane_offset):
+    # O or V_new of the chunk before, once the store of the one before that has read the tile
+    to_registers(ROWS, HALF, accumulator, registers)
+    T.barrier_wait(tiles.barriers[name + "_free"][half], parity)
+    store_transposed(registers, getattr(tiles, name), half, lane_offset)
+
+
+def token_stride(problem):
+    """Elements from one token to the next in memory, of V and its kin."""
+    return problem.HV * problem.V
+
+
+@macro
+def store_rows(tiles, name, half, walk, item, j, target):
+    # what a warpgroup has left in its tile for chunk j of an item, to memory; of a ragged chunk only the sequence's own rows
+    tile, barriers, C = getattr(tiles, name), tiles.barriers, walk.problem.C
+    T.fence_proxy_async()                # on the reader's side of the barrier: the writers would wait for it
+    start = item.first + j * C
+    column = item.part * ROWS + half * HALF
+    if item.length - j * C >= C:
+        T.copy(tile[half, :, :], target[item.row, start : start + C, item.head, column : column + HALF])
+    else:
+        T.call_extern(
+            "handle", "qla_store_first_rows", T.access_ptr(tile[half, 0, 0], "r", 1),
+            T.address_of(target[item.row, start, item.head, column]), T.int64(token_stride(walk.problem)), item.length - j * C,
+        )  # fmt: skip
+    T.barrier_arrive(barriers[name + "_free"][half])
+
+
+@macro
+def zero_behind(walk, item, target):
+    # the tokens behind the last sequence, which belong to nobody
+    problem, end = walk.problem, item.first + item.length
+    if problem.packed:
+        if item.n == walk.N - 1 and item.segment == item.last and end < walk.tokens:
+            T.call_extern(
+                "handle", "qla_zero_first_rows", T.address_of(target[0, end, item.head, item.part * ROWS]),
+                T.int64(token_stride(problem)), walk.tokens - end,
+            )  # fmt: skip
