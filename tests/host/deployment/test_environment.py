@@ -1,8 +1,10 @@
 """Does a kernel come out right whatever the home directory, the clock, the neighbours and the cleaners of disks do?"""
 
 import fcntl
+import importlib.metadata
 import itertools
 import os
+import platform
 import pwd
 import shutil
 import stat
@@ -11,6 +13,7 @@ import threading
 import time
 
 import pytest
+import torch
 from faults import inject
 from node import ask, assert_entries_are_whole, assert_nothing_is_in_staging, assert_served, right
 from tiny_template import request
@@ -72,6 +75,40 @@ def test_a_home_that_cannot_be_used_costs_a_warning(node, home, is_used, configu
         assert len(outcome.warnings) == (not is_used)
         assert_served(node.run(ask_as_nobody), warnings=not is_used, compiles=0)
     assert list((node.root / "work").iterdir()) == []
+
+
+STRANGER = 54_321                        # no user of any machine that runs the tests
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which only root can")
+@pytest.mark.parametrize("umask", [0o022, 0o077], ids="{:03o}".format)
+def test_a_user_without_a_name_a_home_or_a_place_to_write_is_served_from_roots_bundle(node, umask):
+    """Permissions as the system checks them: nothing is replaced."""
+    assert_served(node.run(lambda: ask(32, 64)), threads=(32, 64))
+    bundle = node.root / "bundle"
+    bundle.mkdir(mode=0o755)
+    before = os.umask(umask)
+    try:
+        for entry in node.entries():
+            kernel_store.ship(entry, bundle)
+    finally:
+        os.umask(before)
+    shutil.rmtree(node.cache)
+    for path in (bundle, *bundle.rglob("*")):
+        path.chmod(path.stat().st_mode & ~0o222)
+    for place in (node.root, *node.root.parents[:3]):        # pytest makes its directories for their owner alone
+        place.chmod(0o755)
+    node.environment |= {"QLA_JIT_BUNDLE_PATH": str(bundle), "QLA_JIT_MODE": "require", "HOME": None, "XDG_CACHE_HOME": None}
+
+    def ask_as_a_stranger():
+        os.setgroups([])
+        os.setgid(STRANGER)
+        os.setuid(STRANGER)
+        return ask(32, 64)
+
+    there = {path: path.stat().st_mtime_ns for path in node.root.rglob("*")}
+    assert_served(node.run(ask_as_a_stranger), threads=(32, 64), compiles=0, warnings=1)
+    assert {path: path.stat().st_mtime_ns for path in node.root.rglob("*")} == there
 
 
 # Directories that vanish.
@@ -241,6 +278,22 @@ def test_two_versions_share_a_directory_and_leave_each_others_kernels_alone(node
     assert len(node.entries()) == 2
     assert not (node.cache / "quarantine").exists()
     assert_entries_are_whole(node)
+
+
+def test_neither_python_nor_torch_nor_the_gpu_that_is_here_decides_where_a_kernel_is(node):
+    """The builder has another Python, another PyTorch and no GPU; another TileLang would be a miss."""
+    assert_served(node.run(ask), compiles=1)
+    installed = importlib.metadata.version
+
+    def ask_with(**versions):
+        importlib.metadata.version = lambda name: versions.get(name) or installed(name)
+        platform.python_version, sys.version_info = (lambda: "3.99.0"), (3, 99, 0, "final", 0)
+        torch.__version__, torch.version.cuda = "9.9.9+cu999", "99.9"
+        torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 8)
+        return ask()
+
+    assert_served(node.run(lambda: ask_with(torch="9.9.9", pydantic="9.9.9")), compiles=0)
+    assert_served(node.run(lambda: ask_with(tilelang="9.9.9")), compiles=1)
 
 
 def test_a_kernel_whose_key_has_a_field_of_a_later_version_is_not_looked_at(node):
