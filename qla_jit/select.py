@@ -207,6 +207,11 @@ def consider(
     return _considered(op, *_usable(op, facts, arch), arch, hardware, extents)
 
 
+def entry_rejection(entry: Entry, facts: CallFacts, arch: Arch, *, op: str = FORWARD) -> Rejection | None:
+    """Why an entry of a record cannot serve a call with the strategies and templates as they are today, or None."""
+    return _entry_rejection(entry, *_usable(op, facts, arch), arch)
+
+
 def bucket(extents: Extents) -> Extents:
     """Extents that stand for all similar ones, so that a choice can be looked up instead of made: four to an octave."""
     return _bucket(extents.chunks, extents.longest, extents.sequences)
@@ -406,7 +411,6 @@ def _way(entry: Entry, weights: Mapping[int, float], best: Mapping[int, float], 
 
 
 def _entry_rejection(entry: Entry, facts: CallFacts, usable: Mapping[str, Strategy], arch: Arch) -> Rejection | None:
-    """Why an entry cannot serve a call with the templates as they are today, or None."""
     candidate: Candidate = entry.candidate
     strategy = usable.get(candidate.strategy)
     if strategy is None:

@@ -87,7 +87,7 @@ class Bench:
         return [answer["source"] if "source" in answer else Failure(**answer["failure"]) for answer in answers]
 
     def verify(self, space: SearchSpace, candidate: Candidate, *, reference: Candidate, full: bool) -> Verdict | Failure:
-        question = {"do": "verify", "facts": facts_to_json(space.facts), "candidate": candidate.to_json(),
+        question = {"do": "verify", "op": space.op, "facts": facts_to_json(space.facts), "candidate": candidate.to_json(),
                     "reference": reference.to_json(), "full": full}
         answer = self._answer(question)
         return Failure(**answer["failure"]) if "failure" in answer else Verdict.model_validate_json(json.dumps(answer["verdict"]))
@@ -166,14 +166,14 @@ def gpu() -> Iterator[Ask]:
 
 def answer_build(question: dict[str, Any], *, on_kernel: Callable[[int, int], None]) -> list[dict[str, Any]]:
     """Build the candidates of a question."""
-    space = SearchSpace(facts_from_json(question["facts"]), ARCHES[question["arch"]], question["sm_count"])
+    space = SearchSpace(facts_from_json(question["facts"]), ARCHES[question["arch"]], question["sm_count"], question["op"])
     built = build(space, [space.from_json(candidate) for candidate in question["candidates"]], on_kernel=on_kernel)
     return [{"failure": outcome.to_json()} if isinstance(outcome, Failure) else {"source": outcome} for outcome in built]
 
 
 def _described(space: SearchSpace, candidates: Sequence[Candidate]) -> dict[str, Any]:
     return {
-        "facts": facts_to_json(space.facts), "arch": space.arch.name, "sm_count": space.sm_count,
+        "op": space.op, "facts": facts_to_json(space.facts), "arch": space.arch.name, "sm_count": space.sm_count,
         "candidates": [candidate.to_json() for candidate in candidates],
     }
 

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
-from .. import select
 from ..device import gpu_info
 from ..errors import EnvironmentUnsuitable
-from ..ops import pipeline
-from ..ops.inputs import CallFacts, CallInputs
-from ..ops.results import ForwardResult
+from ..ops.inputs import CallFacts
 from .gpu_state import Nvml
-from .inputs import call_bytes, checked, facts_from_json, make_call
+from .inputs import facts_from_json
 from .measure import Clock, measure
+from .operations import OPERATIONS, Sample
 from .search_space import Candidate, SearchSpace
 from .verify import Judge, cases
 from .worker import Failure, serve
@@ -52,41 +50,42 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verify(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a candidate: {"facts", "candidate", "reference", "full"}, the candidates as JSON."""
-    space = _space(question["facts"])
+    """Check a candidate: {"op", "facts", "candidate", "reference", "full"}, the candidates as JSON."""
+    space = _space(question)
     candidate = space.from_json(question["candidate"])
-    judge = _judge(space.facts, space.from_json(question["reference"]))
-    verdict = judge.verdict(_runner(candidate), cases(space.facts, candidate.split, full=question["full"]))
+    judge = _judge(space.op, space.facts, space.from_json(question["reference"]))
+    of = cases(space.facts, candidate.split, full=question["full"], op=space.op)
+    verdict = judge.verdict(OPERATIONS[space.op].runner(candidate), of)
     return {"failure": verdict.to_json()} if isinstance(verdict, Failure) else {"verdict": verdict.model_dump(mode="json")}
 
 
 def time(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Time candidates on one batch: {"facts", "lengths", "gates", "candidates", "blocks"}."""
-    space = _space(question["facts"])
-    facts, lengths = space.facts, tuple(question["lengths"])
+    """Time candidates on one batch: {"op", "facts", "lengths", "gates", "candidates", "blocks"}."""
+    space = _space(question)
+    operation, facts, lengths = OPERATIONS[space.op], space.facts, tuple(question["lengths"])
     candidates = [space.from_json(candidate) for candidate in question["candidates"]]
-    reads, writes = call_bytes(facts, lengths)
+    reads, writes = operation.bytes(facts, lengths)
     cold = 2 * gpu_info(facts.device).l2_bytes
     sets = min(math.ceil(cold / reads), MAX_CALLS)
-    workspace = max(_workspace_bytes(candidate, facts, lengths) for candidate in candidates)
-    key = (facts, lengths, question["gates"], sets)
+    workspace = max(_workspace_bytes(candidate, space, lengths) for candidate in candidates)
+    key = (space.op, facts, lengths, question["gates"], sets)
     if key not in _held:
         _held.clear()                    # before the new ones are made: both may not fit
     shortage = _shortage(facts.device, workspace + (0 if _held else sets * reads + writes))
     if shortage is not None:
         return {"failure": shortage.to_json()}
     if not _held:
-        _held[key] = [checked(facts, make_call(facts, lengths, question["gates"], seed=seed)) for seed in range(sets)]
-    inputs = _held[key]
+        _held[key] = [operation.sample(facts, lengths, question["gates"], seed=seed) for seed in range(sets)]
+    samples = _held[key]
 
     # Graphs that never run at the same time, and whose results nobody keeps, may share their memory.
     pool = torch.cuda.graph_pool_handle()
     graphs, calls = [], []
     for candidate in candidates:
-        run = _runner(candidate)
-        run(inputs[0])                   # loads its kernels
-        count = min(max(math.ceil(SAMPLE_US / _elapsed_us(functools.partial(run, inputs[0]))), sets), MAX_CALLS)
-        graphs.append(_captured([functools.partial(run, inputs[i % sets]) for i in range(count)], pool))
+        run = operation.runner(candidate)
+        run(samples[0])                  # loads its kernels
+        count = min(max(math.ceil(SAMPLE_US / _elapsed_us(functools.partial(run, samples[0]))), sets), MAX_CALLS)
+        graphs.append(_captured([functools.partial(run, samples[i % sets]) for i in range(count)], pool))
         calls.append(count)
 
     blocks = measure(_GpuTimer(graphs, calls, _nvml(facts.device)), blocks=question["blocks"])
@@ -125,14 +124,6 @@ class _GpuTimer:
         return self._nvml.clock()
 
 
-def _runner(candidate: Candidate) -> Callable[[CallInputs], ForwardResult]:
-    def run(inputs: CallInputs) -> ForwardResult:
-        with select.override(candidate.strategy, split=candidate.split, **dict(candidate.configs)):
-            return pipeline.forward(inputs)
-
-    return run
-
-
 def _captured(calls: Sequence[Callable[[], Any]], pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
@@ -160,23 +151,24 @@ def _shortage(device: torch.device, needed: int) -> Failure | None:
                           f"of which {MEMORY_SHARE:.0%} may be used")
 
 
-def _workspace_bytes(candidate: Candidate, facts: CallFacts, lengths: tuple[int, ...]) -> int:
-    """What a call takes beside its inputs, from what a shorter one of as many sequences takes."""
+def _workspace_bytes(candidate: Candidate, space: SearchSpace, lengths: tuple[int, ...]) -> int:
+    """What a run takes beside its inputs, from what a shorter one of as many sequences takes."""
+    operation, facts = OPERATIONS[space.op], space.facts
     short = tuple(min(length, PROBE_CHUNKS * facts.chunk_size) for length in lengths)
-    inputs = checked(facts, make_call(facts, short, "open"))
+    sample = operation.sample(facts, short, "open")
     before = torch.cuda.memory_allocated(facts.device)
     torch.cuda.reset_peak_memory_stats(facts.device)
-    _runner(candidate)(inputs)
+    operation.runner(candidate)(sample)
     taken = torch.cuda.max_memory_allocated(facts.device) - before
     return math.ceil(taken * max(sum(lengths) / max(sum(short), 1), 1))
 
 
-_held: dict[tuple[Any, ...], list[CallInputs]] = {}                      # the inputs of the last question
+_held: dict[tuple[Any, ...], list[Sample]] = {}                          # the inputs of the last question
 
 
 @functools.lru_cache(maxsize=1)
-def _judge(facts: CallFacts, reference: Candidate) -> Judge:
-    return Judge(facts, _runner(reference))
+def _judge(op: str, facts: CallFacts, reference: Candidate) -> Judge:
+    return Judge(facts, OPERATIONS[op].runner(reference), op)
 
 
 @functools.cache
@@ -188,11 +180,11 @@ def _uuid(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def _space(facts: Mapping[str, Any]) -> SearchSpace:
-    parsed = facts_from_json(facts)
-    torch.cuda.set_device(parsed.device)
-    gpu = gpu_info(parsed.device)
-    return SearchSpace(parsed, gpu.arch, gpu.sm_count)
+def _space(question: Mapping[str, Any]) -> SearchSpace:
+    facts = facts_from_json(question["facts"])
+    torch.cuda.set_device(facts.device)
+    gpu = gpu_info(facts.device)
+    return SearchSpace(facts, gpu.arch, gpu.sm_count, question["op"])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from html import escape
 
-from ..ops.plan import Extents
+from ..ops.plan import BACKWARD, Extents
 from .choose import unit
 from .measure import PROTOCOL, RACE_BLOCKS, TIE, estimate
 from .session import ProblemResult, SessionResult
@@ -50,8 +50,8 @@ def html(result: SessionResult) -> str:
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
         f"<title>qla-tune on {escape(machine.name)}</title><style>{STYLE}</style></head><body><h1>Tuning report</h1>",
-        "<p>Each candidate below computed the whole gated delta rule. It was built, checked against float64, and only then timed "
-        "beside the template default. What failed a check is listed with the reason and was never ranked.</p>",
+        "<p>Each candidate below computed the whole gated delta rule, or all of its gradients. It was built, checked against "
+        "float64, and only then timed beside the template default. What failed a check is listed with the reason and was never ranked.</p>",
         _table("How it was measured", ("", ""), [(escape(name), escape(text)) for name, text in conditions]),
         *(_problem(problem) for problem in result.problems),
         "</body></html>",
@@ -60,10 +60,11 @@ def html(result: SessionResult) -> str:
 
 
 def _problem(result: ProblemResult) -> str:
-    facts, findings = result.problem.facts, result.findings
+    facts, findings = result.space.facts, result.findings
     dtype = str(facts.dtype).removeprefix("torch.")
     parts = [
-        f"<h2>{facts.H} key heads, {facts.HV} value heads, K = {facts.K}, V = {facts.V}, {dtype}</h2>",
+        f"<h2>{'Gradients: ' if result.space.op == BACKWARD else ''}{facts.H} key heads, {facts.HV} value heads, "
+        f"K = {facts.K}, V = {facts.V}, {dtype}</h2>",
         f"<p>Chunks of {facts.chunk_size} tokens, {'packed' if facts.varlen else 'equal'} sequences, gates "
         f"“{escape(result.problem.gates)}”. Outcome: {result.outcome}"
         f"{', ' + escape(result.reason) if result.reason else ''}. Rigor: {findings.rigor.value}.</p>",

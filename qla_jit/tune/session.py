@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from .. import tuning_records
+from .. import select, tuning_records
 from ..cache_dir import writable_cache_dir
 from ..errors import EnvironmentUnsuitable, QLAError, VerificationError
 from ..kernel_templates.arch import ARCHES, Arch
@@ -37,7 +37,7 @@ from .inputs import facts_to_json
 from .measure import PROTOCOL, RACE_BLOCKS, TIE, estimate
 from .recording import record_of
 from .search import first_round
-from .search_space import Candidate, SearchSpace, extents_of, lengths_of
+from .search_space import Candidate, SearchSpace
 from .tuner import Event, Findings, TuneProblem, Tuner, batch_name
 from .worker import Failure, only_tuner
 
@@ -139,7 +139,7 @@ class _Session:
     def run(self, ask: Ask, machine: Machine, *, resume: bool, journal_dir: Path | None) -> list[ProblemResult]:
         results: list[ProblemResult] = []
         for number, problem in enumerate(self.request.problems):
-            space = SearchSpace(problem.facts, ARCHES[machine.arch], machine.sm_count)
+            space = _space(problem, ARCHES[machine.arch], machine.sm_count)
             if results and results[-1].outcome == "interrupted":
                 results.append(ProblemResult(problem, "interrupted", None, Findings(), space, "not begun"))
                 continue
@@ -147,7 +147,7 @@ class _Session:
                 results.append(ProblemResult(problem, "budget spent", None, Findings(), space, "not begun"))
                 continue
             share = self._seconds_left() / (len(self.request.problems) - number)
-            bench = Bench(ask, _journal(problem, machine, journal_dir, resume=resume))
+            bench = Bench(ask, _journal(space, machine, journal_dir, resume=resume))
             bench.recall()
             results.append(self._tune_one(problem, space, bench, machine, share))
         if not any(result.record for result in results) and all(result.outcome == "failed" for result in results):
@@ -259,8 +259,8 @@ def prebuild(
     """
     kernels = []
     for problem in request.problems:
-        space = SearchSpace(problem.facts, arch, sm_count)
-        extents = extents_of(problem.lengths[0], problem.facts.chunk_size)
+        space = _space(problem, arch, sm_count)
+        extents = space.extents(problem.lengths[0])
         for strategy in space.strategies:
             start = space.start(strategy, extents)
             candidates = first_round(space, start) if searched is None or strategy.name in searched else [start]
@@ -303,7 +303,11 @@ def _preflight(machine: Machine, on_event: OnEvent) -> None:
         on_event(Event("preflight", "", f"the driver does not tell: {', '.join(unknown)}"))
 
 
-def _journal(problem: TuneProblem, machine: Machine, directory: Path | None, *, resume: bool) -> Path | None:
+def _space(problem: TuneProblem, arch: Arch, sm_count: int) -> SearchSpace:
+    return SearchSpace(problem.facts, arch, sm_count, problem.op)
+
+
+def _journal(space: SearchSpace, machine: Machine, directory: Path | None, *, resume: bool) -> Path | None:
     """The journal of a problem on this kind of GPU with this software; a new one unless resume. None: nowhere to write."""
     if directory is None:
         cache = writable_cache_dir()
@@ -311,13 +315,12 @@ def _journal(problem: TuneProblem, machine: Machine, directory: Path | None, *, 
             return None
         directory = cache / "tuning"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    space = SearchSpace(problem.facts, ARCHES[machine.arch], machine.sm_count)
     templates = {
         step.template.name: step.template.source_sha256()
         for strategy in space.strategies for step in space.steps(strategy.name).values()
     }
     identity = [
-        PROTOCOL, facts_to_json(problem.facts), machine.arch, machine.sm_count, machine.l2_bytes,
+        PROTOCOL, space.op, facts_to_json(space.facts), machine.arch, machine.sm_count, machine.l2_bytes,
         machine.state.driver, Versions.here().model_dump(), templates,
         settings().mode == "require",    # then what was not built is out
     ]
@@ -333,8 +336,9 @@ def _of_record(record: Record, machine: Machine, device: int) -> tuple[TuneProbl
     if record.hardware != here:
         raise EnvironmentUnsuitable(f"expected records for this GPU, {here}; got one for {record.hardware}")
     facts = facts_of(record.problem, torch.device("cuda", device))
-    lengths = tuple(lengths_of(point.extents, facts.chunk_size) for point in record.points)
-    return TuneProblem(facts, lengths, record.points[0].gates), SearchSpace(facts, ARCHES[machine.arch], machine.sm_count)
+    space = SearchSpace(facts, ARCHES[machine.arch], machine.sm_count, record.op)
+    lengths = tuple(space.lengths(point.extents) for point in record.points)
+    return TuneProblem(facts, lengths, record.points[0].gates, record.op), space
 
 
 def _candidate(space: SearchSpace, entry: Entry) -> Candidate:
@@ -345,11 +349,10 @@ def _verify_entry(bench: Bench, space: SearchSpace, entry: Entry, record: Record
     if entry is record.entries[0]:
         variants = [space.default(point.extents) for point in record.points]
     else:
-        try:
-            candidate = _candidate(space, entry)
-        except (KeyError, TypeError) as error:
-            return f"it names what is not there any more: {error}"
-        variants = [candidate.with_split(measured.split) for measured in entry.curve if measured is not None]
+        rejection = select.entry_rejection(entry, space.facts, space.arch, op=space.op)
+        if rejection is not None:
+            return str(rejection)
+        variants = [_candidate(space, entry).with_split(measured.split) for measured in entry.curve if measured is not None]
     for variant in dict.fromkeys(variants):
         (built,) = bench.build(space, [variant])
         if isinstance(built, Failure):
@@ -376,6 +379,9 @@ def _check_point(
 ) -> Check:
     recorded, lengths, point = entry.curve[index], problem.lengths[index], record.points[index]
     where = f"{problem} at {batch_name(lengths)}"
+    rejection = select.entry_rejection(entry, space.facts, space.arch, op=space.op)
+    if rejection is not None:
+        return Check(record, f"{where}: {rejection}", regressed=True)
     pair = [space.default(point.extents), _candidate(space, entry).with_split(recorded.split)]
     built = bench.build(space, pair)
     failure = next((outcome for outcome in built if isinstance(outcome, Failure)), None)

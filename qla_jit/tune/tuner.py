@@ -22,13 +22,13 @@ from typing import Literal
 from .. import select
 from ..errors import EnvironmentUnsuitable, VerificationError
 from ..ops.inputs import CallFacts
-from ..ops.plan import Extents
+from ..ops.plan import BACKWARD, FORWARD, Extents
 from ..tuning_records import Rigor, SplitRule, Verdict
 from .bench import Bench, Timing
 from .choose import WHOLE, SplitTimes, choose, is_reachable, split_rule
 from .measure import RACE_BLOCKS, SCREEN_BLOCKS, TIE, Estimate, estimate
 from .search import descend
-from .search_space import Candidate, SearchSpace, extents_of
+from .search_space import Candidate, SearchSpace
 from .worker import Failure
 
 Stage = Literal["preflight", "compile", "verify", "screen", "split", "race", "confirm", "record"]
@@ -41,14 +41,16 @@ SEARCH_SHARE = 0.5                       # of the time that a problem has; the r
 
 @dataclass(frozen=True)
 class TuneProblem:
-    """One call to tune: its static facts, and the batches to measure it on."""
+    """An operation of one call to tune: its static facts, and the batches to measure it on."""
 
     facts: CallFacts                         # facts.device is the GPU to tune on
     lengths: tuple[tuple[int, ...], ...]     # one entry a batch, the most important first: the tokens of each of its sequences
     gates: str = "mixed"                     # of inputs.GATE_PROFILES: which gates the timed inputs have
+    op: str = FORWARD
 
     def __str__(self) -> str:
-        return f"{self.facts.H}:{self.facts.HV} {self.facts.K}:{self.facts.V}"
+        backward = " backward" if self.op == BACKWARD else ""
+        return f"{self.facts.H}:{self.facts.HV} {self.facts.K}:{self.facts.V}{backward}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Tuner:
         self._on_event, self._share_left = on_event, share_left
         by_extents: dict[Extents, tuple[int, ...]] = {}
         for lengths in problem.lengths:
-            by_extents.setdefault(extents_of(lengths, space.facts.chunk_size), lengths)
+            by_extents.setdefault(space.extents(lengths), lengths)
         self._batches = [Batch(lengths, extents) for extents, lengths in by_extents.items() if extents.chunks]
         self._admitted: dict[Candidate, bool] = {}
         self._leaders: dict[str, Candidate] = {}             # the best configs of each strategy, as the search found them

@@ -8,23 +8,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import reference
-from ..ops.inputs import CallFacts, CallInputs
-from ..ops.results import ForwardResult
+from ..ops.inputs import CallFacts
+from ..ops.plan import BACKWARD, FORWARD
 from ..tuning_records import OutputError, Verdict
-from .inputs import checked, make_call
+from .operations import OPERATIONS, Expected, Outputs, Run, Sample
 from .worker import Failure
 
-Run = Callable[[CallInputs], ForwardResult]
-
-ORACLE = "recurrence in float64, chunk by chunk"
 # Times the error of the reference template. The largest of a few thousand rounding errors is a matter of luck: on an H200 it
 # differs by up to 1.9 between kernels whose root mean squares agree within 1 %.
 RMS_RATIO, MAX_RATIO = 1.25, 2.0
@@ -33,6 +30,9 @@ REPEATS = 8
 # to be on an input: eps / 2 at the largest element, eps / 8 as a root mean square (0.1 % in bf16).
 MAX_FLOOR, RMS_FLOOR = 1 / 2, 1 / 8
 REFERENCE_RMS_LIMIT = 1e-2               # a reference template that is farther off than this cannot judge others
+# Errors that are negligible as a root mean square may be so many times that at their largest.
+MAX_OVER_RMS = 16
+FEW_VALUES = 512                         # of fewer, the root mean square is a matter of luck too
 
 CASES_HELD = 12                          # with their inputs and oracles, on the GPU
 GUARD_BYTES = 4096                       # a multiple of every alignment that a kernel asks for
@@ -49,12 +49,12 @@ class Case:
     tail: int = 0                        # tokens of NaN behind the last packed sequence
 
 
-def cases(facts: CallFacts, split: int | None, *, full: bool) -> list[Case]:
-    """The inputs for a call; one for a first look, all of them before a record is written.
+def cases(facts: CallFacts, split: int | None, *, full: bool, op: str = FORWARD) -> list[Case]:
+    """The inputs for an operation of a call; one for a first look, all of them before a record is written.
 
     Lengths lie around multiples of the chunk, where masks go wrong; some are 0 and 1; one is long enough for three segments, the
     last of them ragged, or for two where segments are so long that the oracle would take seconds. One case has over a thousand
-    blocks, more than run at a time.
+    blocks, more than run at a time. Sequences of one token are several for a backward: gates and betas have one value a head.
     """
     C = facts.chunk_size
     whole_segments = 0 if split is None else 2 * split if split <= 32 else split
@@ -67,7 +67,7 @@ def cases(facts: CallFacts, split: int | None, *, full: bool) -> list[Case]:
     found = [Case("ragged-mixed", ragged, "mixed", tail)]
     if full:
         found += [Case(f"ragged-{gates}", ragged, gates, tail) for gates in ("open", "closed", "qwen")]
-        found.append(Case("single-token", (1,), "mixed"))
+        found.append(Case("single-token", (1,) * (-(-FEW_VALUES // facts.HV) if op == BACKWARD else 1), "mixed"))
         found.append(Case("many-blocks", (C + 6,) * many, "mixed"))
     return found
 
@@ -76,17 +76,18 @@ def cases(facts: CallFacts, split: int | None, *, full: bool) -> list[Case]:
 class _Judged:
     """One case with what a candidate's outputs are compared with."""
 
-    inputs: CallInputs
-    expected: dict[str, torch.Tensor]                        # from float64; float32 is exact enough to compare with
+    sample: Sample
+    expected: dict[str, Expected]
     reference_errors: dict[str, tuple[float, float]]         # of the reference template: (rms, max)
 
 
 @dataclass
 class Judge:
-    """Checks candidates of one call. Oracle and reference results are computed once for each case."""
+    """Checks candidates for an operation of one call. Oracle and reference results are computed once for each case."""
 
     facts: CallFacts
     run_reference: Run
+    op: str = FORWARD
     _judged: dict[Case, _Judged] = field(default_factory=dict)
 
     def verdict(self, run: Run, of: Sequence[Case]) -> Verdict | Failure:
@@ -96,10 +97,10 @@ class Judge:
             judged = self._judge(case)
             if isinstance(judged, Failure):
                 return judged
-            first: dict[str, torch.Tensor] = {}
+            first: Outputs = {}
             for repeat in range(REPEATS):
                 with GuardedMemory() as memory:
-                    outputs = _outputs(run(judged.inputs))
+                    outputs = run(judged.sample)
                 _other_work(self.facts.device, beside=repeat % 2 == 1)
                 damage = memory.damage()
                 if damage is not None:
@@ -110,56 +111,73 @@ class Judge:
                     if failure is not None:
                         return failure
                 for name, output in outputs.items():
-                    if not torch.equal(output.view(torch.uint8), first[name].view(torch.uint8)):
+                    if not torch.equal(_bits(output), _bits(first[name])):
                         return Failure("racy", f"{case.name}: launch {repeat + 1} of {REPEATS} gives another {name}")
         return Verdict(
-            oracle=ORACLE, errors=worst, repeats=REPEATS, guards_intact=True, cases=tuple(case.name for case in of)
+            oracle=OPERATIONS[self.op].oracle,
+            errors=worst,
+            repeats=REPEATS,
+            guards_intact=True,
+            cases=tuple(case.name for case in of),
         )
 
     def _judge(self, case: Case) -> _Judged | Failure:
         judged = self._judged.get(case)
         if judged is not None:
             return judged
-        call = make_call(self.facts, case.lengths, case.gates, tail=case.tail)
-        expected = dict(zip(("o", "final_state"), (x.float() for x in _oracle(call)), strict=True))
-        if not self.facts.output_final_state:
-            del expected["final_state"]
-        if case.tail:
-            for name in ("q", "k", "v"):
-                call[name][:, -case.tail :] = float("nan")
-        inputs = checked(self.facts, call)
-        errors = {name: _errors(output, expected[name]) for name, output in _outputs(self.run_reference(inputs)).items()}
+        operation = OPERATIONS[self.op]
+        sample = operation.sample(self.facts, case.lengths, case.gates, tail=case.tail)
+        expected = operation.expected(sample)
+        sample.forget_tail(case.tail)
+        errors = {name: self._errors(output, expected[name]) for name, output in self.run_reference(sample).items()}
         for name, (rms, _) in errors.items():
-            if not rms <= REFERENCE_RMS_LIMIT:
+            if not rms <= expected[name].slack * REFERENCE_RMS_LIMIT:
                 return Failure("wrong", f"{case.name}: the reference template's own {name} has the error {rms:.1e}")
         if len(self._judged) >= CASES_HELD:
             del self._judged[next(iter(self._judged))]
-        judged = self._judged[case] = _Judged(inputs, expected, errors)
+        judged = self._judged[case] = _Judged(sample, expected, errors)
         return judged
 
     def _compare(
-        self, case: Case, judged: _Judged, outputs: dict[str, torch.Tensor], worst: dict[str, OutputError]
+        self, case: Case, judged: _Judged, outputs: Outputs, worst: dict[str, OutputError]
     ) -> Failure | None:
         eps = torch.finfo(self.facts.dtype).eps
+        if outputs.keys() != judged.expected.keys():
+            return Failure("wrong", f"{case.name}: gives {', '.join(outputs)}; {', '.join(judged.expected)} were asked for")
         for name, output in outputs.items():
-            rms, largest = _errors(output, judged.expected[name])
+            rms, largest = self._errors(output, judged.expected[name])
             their_rms, their_largest = judged.reference_errors[name]
+            slack = judged.expected[name].slack
             for kind, error, theirs, ratio, floor in (
-                ("rms", rms, their_rms, RMS_RATIO, RMS_FLOOR * eps),
-                ("max", largest, their_largest, MAX_RATIO, MAX_FLOOR * eps),
+                ("rms", rms, their_rms, slack * RMS_RATIO, RMS_FLOOR * eps),
+                ("max", largest, their_largest, slack * MAX_RATIO, MAX_FLOOR * eps),
             ):
                 limit = max(ratio * theirs, floor)
                 if not error <= limit:                       # NaN is not at most anything
                     return Failure(
                         "wrong", f"{case.name}: {kind} error of {name} is {error:.1e}; {limit:.1e} is allowed, "
-                        f"{ratio} times that of the reference template"
+                        f"{ratio:g} times that of the reference template"
                     )
+            if case.tail and name in OPERATIONS[self.op].of_tokens and output[:, -case.tail :].any():
+                return Failure("wrong", f"{case.name}: {name} is not 0 for tokens that belong to no sequence")
             before = worst.get(name, OutputError(rms=0, max=0, over_reference=0))
             worst[name] = OutputError(
                 rms=max(before.rms, rms), max=max(before.max, largest),
                 over_reference=max(before.over_reference, rms / max(their_rms, RMS_FLOOR * eps)),
             )
         return None
+
+    def _errors(self, actual: torch.Tensor, expected: Expected) -> tuple[float, float]:
+        """Root mean square and maximum of the error, relative to those of what is expected."""
+        eps = torch.finfo(self.facts.dtype).eps
+        difference = actual.double() - expected.value
+        # Of what is so small that a negligible error would count, this much is taken, of which the floors are negligible.
+        norm = expected.negligible / (RMS_FLOOR * eps)
+        largest = MAX_OVER_RMS * expected.negligible / math.sqrt(actual.numel()) / (MAX_FLOOR * eps)
+        return (
+            difference.norm().item() / (max(expected.norm, norm) or 1.0),
+            difference.abs().max().item() / (max(expected.largest, largest) or 1.0),
+        )
 
 
 class GuardedMemory(TorchFunctionMode):
@@ -199,21 +217,8 @@ class GuardedMemory(TorchFunctionMode):
         return None
 
 
-def _outputs(result: ForwardResult) -> dict[str, torch.Tensor]:
-    named = {"o": result.o, "final_state": result.final_state}
-    return {name: output for name, output in named.items() if output is not None}
-
-
-def _oracle(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    unused = ("output_final_state", "cu_seqlens_cpu", "auto_cp")
-    return reference.gated_delta_rule(**{name: x for name, x in call.items() if name not in unused}, dtype=torch.float64)
-
-
-def _errors(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """Root mean square and maximum of the error, relative to those of what is expected."""
-    difference = actual.double() - expected
-    rms, largest = expected.norm().item(), expected.abs().max().item()
-    return difference.norm().item() / (rms or 1.0), difference.abs().max().item() / (largest or 1.0)
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
 
 
 def _other_work(device: torch.device, *, beside: bool) -> None:

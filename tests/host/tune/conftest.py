@@ -15,7 +15,9 @@ PLANTED_WORKER = (sys.executable, str(Path(__file__).with_name("planted.py")))
 
 @pytest.fixture
 def strategies(monkeypatch):
-    monkeypatch.setattr(plan, "STRATEGIES", planted.STRATEGIES)
+    """Those of both operations."""
+    for name in ("STRATEGIES", "BACKWARD_STRATEGIES"):
+        monkeypatch.setattr(plan, name, planted.STRATEGIES)
     return planted.STRATEGIES
 
 

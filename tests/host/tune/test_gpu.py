@@ -6,14 +6,16 @@ import planted
 import pytest
 import torch
 
+from qla_jit import select
 from qla_jit.device import GpuInfo
 from qla_jit.errors import EnvironmentUnsuitable
 from qla_jit.kernel_templates.arch import SM90A
-from qla_jit.ops import fallback
+from qla_jit.ops import fallback, plan
+from qla_jit.ops.plan import BACKWARD, FORWARD
 from qla_jit.ops.results import ForwardResult
-from qla_jit.tune import gpu
+from qla_jit.tune import gpu, operations
 from qla_jit.tune.gpu_state import GpuState, Nvml
-from qla_jit.tune.inputs import call_bytes, facts_to_json
+from qla_jit.tune.inputs import facts_to_json
 from qla_jit.tune.measure import Clock
 from qla_jit.tune.search_space import SearchSpace
 from qla_jit.tune.session import TuneProblem, TuneRequest, tune
@@ -68,20 +70,31 @@ def cuda(monkeypatch, strategies):
         result = fallback.forward(inputs)
         return ForwardResult(torch.empty_like(inputs.v).copy_(result.o), result.final_state)
 
-    monkeypatch.setattr(gpu.pipeline, "forward", forward)
+    def backward(inputs, do, dht):
+        fake.us += 130.0
+        return fallback.backward(inputs, do, dht)
+
+    monkeypatch.setattr(operations.pipeline, "forward", forward)
+    monkeypatch.setattr(operations.backward, "backward", backward)
+    monkeypatch.setattr(plan, "BACKWARD_CHUNK_SIZES", (FACTS.chunk_size,))
     return fake
 
 
-@pytest.fixture
-def question(cuda):
-    space = SearchSpace(FACTS, SM90A, 132)
+@pytest.fixture(params=[FORWARD, BACKWARD])
+def question(cuda, request):
+    op = request.param
+    space = SearchSpace(FACTS, SM90A, 132, op)
     candidates = [space.start(strategy, planted.Extents(4, 4, 1)).to_json() for strategy in space.strategies]
-    return {"facts": facts_to_json(FACTS), "lengths": [64], "gates": "mixed", "candidates": candidates, "blocks": 4}
+    return dict(op=op, facts=facts_to_json(FACTS), lengths=[64], gates="mixed", candidates=candidates, blocks=4)
+
+
+def bytes_of(question, lengths):
+    return operations.OPERATIONS[question["op"]].bytes(FACTS, lengths)
 
 
 def test_graphs_rotate_over_inputs_of_twice_the_l2_and_last_a_millisecond(cuda, question):
     answer = gpu.handle({"do": "time", **question})
-    reads, _ = call_bytes(FACTS, (64,))
+    reads, _ = bytes_of(question, (64,))
     assert answer["input_sets"] == -(-2 * (1 << 16) // reads)
     assert cuda.graphs == [max(answer["input_sets"], 8)] * 2             # 8 eager calls of 130 us are a millisecond
     assert [block["us"] for block in answer["blocks"]] == [pytest.approx((100.0, 100.0))] * 4
@@ -89,7 +102,7 @@ def test_graphs_rotate_over_inputs_of_twice_the_l2_and_last_a_millisecond(cuda, 
 
 
 def test_no_call_can_be_faster_than_half_its_inputs_from_memory(question):
-    reads, _ = call_bytes(FACTS, (64,))
+    reads, _ = bytes_of(question, (64,))
     assert gpu.handle({"do": "time", **question})["floor_us"] == pytest.approx(0.5 * reads / 1e3)
 
 
@@ -119,18 +132,31 @@ def test_a_workspace_is_scaled_from_a_short_call(cuda, question):
 
 
 def test_a_verdict_and_a_failure_are_json(question):
-    verify = {"facts": question["facts"], "candidate": question["candidates"][0], "reference": question["candidates"][1]}
+    candidate, reference = question["candidates"]
+    verify = dict(op=question["op"], facts=question["facts"], candidate=candidate, reference=reference)
     gpu._judge.cache_clear()
     assert gpu.handle({"do": "verify", "full": False, **verify})["verdict"]["repeats"] == 8
 
 
-def test_candidates_run_with_their_strategy_configs_and_split(cuda, question, monkeypatch):
+def test_candidates_run_with_their_strategy_configs_and_split(question, monkeypatch):
     seen = []
-    monkeypatch.setattr(gpu.pipeline, "forward", lambda inputs: seen.append(gpu.select.override_in_force()))
-    candidate = SearchSpace(FACTS, SM90A, 132).from_json(question["candidates"][0]).with_split(8)
-    gpu._runner(candidate)(None)
+
+    def run(*arguments):
+        seen.append(select.override_in_force())
+        raise RuntimeError("not launched")
+
+    operation = operations.OPERATIONS[question["op"]]
+    candidate = SearchSpace(FACTS, SM90A, 132).from_json(question["candidates"][0])
+    monkeypatch.setattr(operations.pipeline, "forward", run)
+    monkeypatch.setattr(operations.backward, "backward", run)
+    with pytest.raises(RuntimeError, match="not launched"):
+        operation.runner(candidate.with_split(8))(operation.sample(FACTS, (20,), "mixed"))
     (override,) = seen
-    assert (override.strategy, override.configs, override.split) == ("split", candidate.configs, 8)
+    assert (override.strategy_of(question["op"]), override.split_of(question["op"])) == ("split", 8)
+    assert override.configs == candidate.configs
+    other = BACKWARD if question["op"] == FORWARD else FORWARD
+    assert (override.strategy_of(other), override.split_of(other)) == (None, ...)
+    assert select.override_in_force().is_empty
 
 
 def test_a_machine_without_the_management_library_knows_nothing(monkeypatch):

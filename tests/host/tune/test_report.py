@@ -1,11 +1,13 @@
 """Can a person who was not there read the page, with nothing but the page?"""
 
+import dataclasses
 import re
 
 import planted
 import pytest
 from planted import PlantedMachine
 
+from qla_jit.ops.plan import BACKWARD
 from qla_jit.tune import report
 from qla_jit.tune.report import HEIGHT, WIDTH
 from qla_jit.tune.session import TuneProblem, TuneRequest, tune
@@ -43,6 +45,13 @@ def test_page_says_in_one_sentence_what_came_of_it(tmp_path):
     assert re.search(r"At 4 of 4 batches a candidate beats the default beyond doubt, by \d+\.\d\dx to \d+\.\d\dx", page)
     page = page_of(PlantedMachine(cost=lambda candidate, facts, extents: 100.0), tmp_path)
     assert "The default is confirmed at all 4 batches" in page
+
+
+def test_page_tells_the_operations_apart(tmp_path):
+    (problem,) = REQUEST.problems
+    both = TuneRequest((problem, dataclasses.replace(problem, op=BACKWARD)))
+    page = report.html(tune(both, open_machine=PlantedMachine, journal_dir=tmp_path))
+    assert re.findall("<h2>(.*?),", page) == ["2 key heads", "Gradients: 2 key heads"]
 
 
 def test_page_needs_nothing_else_and_nothing_in_it_is_run(tmp_path):

@@ -12,6 +12,7 @@ from planted import PlantedMachine
 from qla_jit import tuning_records
 from qla_jit.errors import EnvironmentUnsuitable
 from qla_jit.kernel_templates.arch import SM90A
+from qla_jit.ops.plan import BACKWARD, FORWARD
 from qla_jit.tune import session
 from qla_jit.tune.session import TuneProblem, TuneRequest, check_records, tune, verify_records
 from qla_jit.tune.worker import Failure, Worker
@@ -21,13 +22,16 @@ pytestmark = pytest.mark.usefixtures("strategies")
 
 LENGTHS = ((8192,), (32768,), (2048,), (4096,) * 8)
 
-
-def request(HV=8, lengths=LENGTHS, problems=1):
-    return TuneRequest(tuple(TuneProblem(planted.facts(H=2 + n, HV=HV * (2 + n) // 2), lengths) for n in range(problems)))
+both = pytest.mark.parametrize("op", [FORWARD, BACKWARD])
 
 
-def run(machine, tmp_path, of=None, **options):
-    return tune(of or request(), open_machine=lambda: machine, journal_dir=tmp_path / "journal", **options)
+def request(HV=8, lengths=LENGTHS, problems=1, op=FORWARD):
+    facts = (planted.facts(H=2 + n, HV=HV * (2 + n) // 2) for n in range(problems))
+    return TuneRequest(tuple(TuneProblem(of, lengths, op=op) for of in facts))
+
+
+def run(machine, tmp_path, of=None, op=FORWARD, **options):
+    return tune(of or request(op=op), open_machine=lambda: machine, journal_dir=tmp_path / "journal", **options)
 
 
 def only(result):
@@ -43,8 +47,9 @@ BEST_PLAIN = ("plain", {"scan": {"block_v": 32, "stages": 2}, "output": {"thread
 BEST_SPLIT = ("split", {"fused": {"block_v": 128, "stages": 2}})
 
 
-def test_a_session_finds_the_planted_best_of_each_strategy(tmp_path):
-    problem = only(run(PlantedMachine(), tmp_path))
+@both
+def test_a_session_finds_the_planted_best_of_each_strategy(tmp_path, op):
+    problem = only(run(PlantedMachine(), tmp_path, op=op))
     assert problem.outcome == "complete"
     assert configs_of(problem.record)[0] == ("split", {"fused": {"block_v": 64, "stages": 1}})       # the default
     assert BEST_SPLIT in configs_of(problem.record)
@@ -52,8 +57,9 @@ def test_a_session_finds_the_planted_best_of_each_strategy(tmp_path):
     assert all(measured.speedup.low > 1.1 for measured in best.curve)
 
 
-def test_the_split_of_the_best_entry_is_that_of_the_cost_model(tmp_path):
-    record = only(run(PlantedMachine(noise=0.0005), tmp_path)).record
+@both
+def test_the_split_of_the_best_entry_is_that_of_the_cost_model(tmp_path, op):
+    record = only(run(PlantedMachine(noise=0.0005), tmp_path, op=op)).record
     best = record.entries[configs_of(record).index(BEST_SPLIT)]
     facts, (strategy, configs) = planted.facts(), BEST_SPLIT
     for point, measured in zip(record.points, best.curve, strict=True):
@@ -71,10 +77,12 @@ def test_speed_ups_are_over_what_is_the_default_at_each_size(tmp_path):
     assert defaults == ["split", "split", "split", "plain"]  # eight sequences of eight heads fill the GPU
 
 
-def test_the_record_is_whole(tmp_path):
+@both
+def test_the_record_is_whole(tmp_path, op):
     handed_over = []
-    record = only(run(PlantedMachine(), tmp_path, on_record=handed_over.append)).record
+    record = only(run(PlantedMachine(), tmp_path, op=op, on_record=handed_over.append)).record
     assert handed_over == [record]
+    assert record.op == op
     assert Record.from_json(record.to_json()) == record
     assert [point.chunks for point in record.points] == [128, 512, 32, 512]
     assert record.rigor is tuning_records.Rigor.CONFIRMED
@@ -129,10 +137,11 @@ PLANTED = [
 ]
 
 
+@both
 @pytest.mark.parametrize(("stage", "failure"), PLANTED, ids=lambda value: getattr(value, "reason", value))
-def test_a_planted_failure_is_out_with_its_reason_and_the_tuner_goes_on(tmp_path, stage, failure):
+def test_a_planted_failure_is_out_with_its_reason_and_the_tuner_goes_on(tmp_path, stage, failure, op):
     knobs = {"block_v": 128, "stages": 2}
-    problem = only(run(PlantedMachine(planted=planting(knobs, stage, failure)), tmp_path))
+    problem = only(run(PlantedMachine(planted=planting(knobs, stage, failure)), tmp_path, op=op))
     record = problem.record
     assert BEST_SPLIT not in configs_of(record)
     rejected = [trial for trial in problem.findings.trials if trial.failure is not None]
@@ -146,12 +155,13 @@ def test_a_planted_failure_is_out_with_its_reason_and_the_tuner_goes_on(tmp_path
     assert problem.outcome == "complete"
 
 
-def test_one_that_is_faster_than_memory_can_be_read_is_out(tmp_path):
+@both
+def test_one_that_is_faster_than_memory_can_be_read_is_out(tmp_path, op):
     def cost(candidate, facts, extents):
         skips = candidate["configs"].get("fused") == {"block_v": 128, "stages": 1}
         return 2.0 if skips else planted.cost_us(candidate, facts, extents)
 
-    problem = only(run(PlantedMachine(cost=cost, floor_us=10.0), tmp_path))
+    problem = only(run(PlantedMachine(cost=cost, floor_us=10.0), tmp_path, op=op))
     (negative,) = {n.candidate.configs["fused"]["stages"]: n for n in problem.record.negatives}.values()
     assert negative.reason.value == "too_fast"
     assert "2.0 us; its inputs alone take 10.0 us to read" in negative.detail
@@ -236,22 +246,24 @@ def test_every_answer_is_on_disk_when_the_next_question_is_asked(tmp_path):
     assert all(asked == written for asked, written in seen)
 
 
-def test_resume_asks_nothing_that_was_answered(tmp_path):
-    first = only(run(PlantedMachine(), tmp_path))
+@both
+def test_resume_asks_nothing_that_was_answered(tmp_path, op):
+    first = only(run(PlantedMachine(), tmp_path, op=op))
     machine = PlantedMachine(seed=9)
-    second = only(run(machine, tmp_path, resume=True))
+    second = only(run(machine, tmp_path, op=op, resume=True))
     assert machine.questions == []
     same = {"provenance": None}
     assert second.record.model_dump() | same == first.record.model_dump() | same
 
 
+@both
 @pytest.mark.parametrize("question", [5, 20, 40])
-def test_after_an_interruption_resume_ends_where_an_undisturbed_session_does(tmp_path, question):
-    whole = only(run(PlantedMachine(noise=0.0), tmp_path / "whole"))
+def test_after_an_interruption_resume_ends_where_an_undisturbed_session_does(tmp_path, question, op):
+    whole = only(run(PlantedMachine(noise=0.0), tmp_path / "whole", op=op))
     interrupted = PlantedMachine(noise=0.0, interrupt_at=question)
-    assert only(run(interrupted, tmp_path)).outcome == "interrupted"
+    assert only(run(interrupted, tmp_path, op=op)).outcome == "interrupted"
     machine = PlantedMachine(noise=0.0)
-    resumed = only(run(machine, tmp_path, resume=True))
+    resumed = only(run(machine, tmp_path, op=op, resume=True))
     assert len(interrupted.questions) - 1 + len(machine.questions) == total_questions(tmp_path)
     assert configs_of(resumed.record) == configs_of(whole.record)
 
@@ -267,6 +279,50 @@ def test_a_journal_line_that_was_cut_off_is_asked_again(tmp_path):
     machine = PlantedMachine()
     assert only(run(machine, tmp_path, resume=True)).outcome == "complete"
     assert len(machine.questions) == 1
+
+
+def test_answers_about_one_operation_are_not_taken_for_the_other(tmp_path):
+    run(PlantedMachine(), tmp_path)
+    machine = PlantedMachine()
+    run(machine, tmp_path, op=BACKWARD, resume=True)
+    assert len(machine.questions) > 20
+    assert {question["op"] for question in machine.questions} == {BACKWARD}
+    assert len(list((tmp_path / "journal").glob("*.jsonl"))) == 2
+
+
+def test_a_session_may_tune_both_operations(tmp_path):
+    problems = request().problems + request(op=BACKWARD).problems
+    result = run(PlantedMachine(), tmp_path, of=TuneRequest(problems))
+    assert [(of.record.op, of.record.rigor.value) for of in result.problems] == [
+        ("gdn_forward", "confirmed"), ("gdn_backward", "confirmed")
+    ]
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 64], ids=lambda C: f"C{C}")
+def test_gradients_of_calls_in_any_chunks_are_tuned_as_one_problem(tmp_path, chunk_size):
+    problem = TuneProblem(planted.facts()._replace(chunk_size=chunk_size), ((8192,),), op=BACKWARD)
+    record = only(run(PlantedMachine(), tmp_path, of=TuneRequest((problem,)))).record
+    assert record.problem.chunk_size == 64
+    assert [point.chunks for point in record.points] == [128]
+
+
+def test_what_is_held_back_is_no_candidate(tmp_path, monkeypatch):
+    held_back = dataclasses.replace(planted.STRATEGIES["split"], held_back="wrong once in a thousand runs")
+    monkeypatch.setitem(planted.STRATEGIES, "split", held_back)
+    machine = PlantedMachine()
+    record = only(run(machine, tmp_path, op=BACKWARD)).record
+    assert {candidate["strategy"] for q in machine.questions for candidate in q.get("candidates", ())} == {"plain"}
+    assert {strategy for strategy, _ in configs_of(record)} == {"plain"}
+
+
+def test_a_record_that_names_what_is_held_back_does_not_pass(tmp_path, monkeypatch):
+    record = only(run(PlantedMachine(), tmp_path)).record
+    held_back = dataclasses.replace(planted.STRATEGIES["split"], held_back="wrong once in a thousand runs")
+    monkeypatch.setitem(planted.STRATEGIES, "split", held_back)
+    failures = {v.candidate.strategy: v.failure for v in verify_records([record], open_machine=PlantedMachine)[1:]}
+    assert failures["split"] == "strategy split is held back: wrong once in a thousand runs"
+    first, *_ = check_records([record], open_machine=PlantedMachine)
+    assert (first.text, first.regressed) == (f"2:8 128:128 at 8192: {failures['split']}", True)
 
 
 def test_without_resume_a_session_begins_anew(tmp_path):
@@ -306,11 +362,12 @@ def test_after_ctrl_c_the_other_problems_are_not_begun(tmp_path):
     ]
 
 
+@both
 @pytest.mark.parametrize("budget", [60, 110, 1000])
-def test_a_budget_is_kept_and_what_was_timed_is_recorded(tmp_path, monkeypatch, budget):
+def test_a_budget_is_kept_and_what_was_timed_is_recorded(tmp_path, monkeypatch, budget, op):
     machine = PlantedMachine(seconds_per_question=1.0)
     monkeypatch.setattr(session.time, "monotonic", lambda: machine.now)
-    result = run(machine, tmp_path, of=request(problems=2), budget_seconds=budget)
+    result = run(machine, tmp_path, of=request(problems=2, op=op), budget_seconds=budget)
     # A stage that is under way is finished: full verification, and the first race.
     assert machine.now <= budget + 40
     assert all(problem.record is not None for problem in result.problems)
@@ -388,16 +445,18 @@ def test_events_tell_the_stages_in_order(tmp_path):
     assert any(event.total and event.done <= event.total for event in events)
 
 
-def test_stored_records_are_verified_again(tmp_path):
-    record = only(run(PlantedMachine(), tmp_path)).record
+@both
+def test_stored_records_are_verified_again(tmp_path, op):
+    record = only(run(PlantedMachine(), tmp_path, op=op)).record
     assert {v.failure for v in verify_records([record], open_machine=PlantedMachine)} == {None}
     racy = planting({"block_v": 128, "stages": 2}, "verify full", Failure("racy", "launch 2 gives another o"))
     failures = [v for v in verify_records([record], open_machine=lambda: PlantedMachine(planted=racy)) if v.failure]
     assert [(v.candidate.strategy, v.failure) for v in failures] == [("split", "racy: launch 2 gives another o")]
 
 
-def test_check_passes_where_nothing_changed_and_tells_what_got_slower(tmp_path):
-    record = only(run(PlantedMachine(), tmp_path)).record
+@both
+def test_check_passes_where_nothing_changed_and_tells_what_got_slower(tmp_path, op):
+    record = only(run(PlantedMachine(), tmp_path, op=op)).record
     unchanged = check_records([record], open_machine=lambda: PlantedMachine(seed=5))
     assert len(unchanged) == len(LENGTHS)
     assert not any(check.regressed for check in unchanged)
@@ -408,7 +467,7 @@ def test_check_passes_where_nothing_changed_and_tells_what_got_slower(tmp_path):
     checks = check_records([record], open_machine=lambda: PlantedMachine(cost=slower), points=2)
     assert len(checks) == 2
     assert all(check.regressed for check in checks)
-    assert "2:8 128:128 at 8192: " in checks[0].text
+    assert f"2:8 128:128{' backward' if op == BACKWARD else ''} at 8192: " in checks[0].text
 
 
 def test_a_record_of_another_gpu_is_refused(tmp_path):
@@ -418,7 +477,8 @@ def test_a_record_of_another_gpu_is_refused(tmp_path):
         check_records([other], open_machine=PlantedMachine)
 
 
-def test_prebuild_compiles_the_first_round(monkeypatch):
+@both
+def test_prebuild_compiles_the_first_round(monkeypatch, op):
     asked = []
 
     def compile_all(requests, *, on_kernel):
@@ -426,11 +486,11 @@ def test_prebuild_compiles_the_first_round(monkeypatch):
         return {requests[0]: Failure("compile", "scan did not compile")}
 
     monkeypatch.setattr(session, "compile_all", compile_all)
-    assert session.prebuild(request(), arch=SM90A, sm_count=132) == ["scan did not compile"]
+    assert session.prebuild(request(op=op), arch=SM90A, sm_count=132) == ["scan did not compile"]
     assert {r.template.name for r in asked} == {"scan", "output", "fused"}
     assert len({(r.template.name, r.config) for r in asked}) == 5 + 2 + 5
     asked.clear()
-    session.prebuild(request(), arch=SM90A, sm_count=132, searched=("split",))
+    session.prebuild(request(op=op), arch=SM90A, sm_count=132, searched=("split",))
     assert len({(r.template.name, r.config) for r in asked}) == 1 + 1 + 5
 
 

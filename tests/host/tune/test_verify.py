@@ -10,9 +10,9 @@ import torch
 
 from qla_jit import reference
 from qla_jit.ops import fallback
-from qla_jit.ops.results import ForwardResult
 from qla_jit.tune import verify
 from qla_jit.tune.inputs import GATE_PROFILES, call_bytes, checked, facts_from_json, facts_to_json, make_call
+from qla_jit.tune.operations import Sample
 from qla_jit.tune.verify import GuardedMemory, Judge, cases
 from qla_jit.tune.worker import Failure
 
@@ -24,11 +24,11 @@ def stored(result):
     """What a kernel does: outputs that PyTorch allocated and that it wrote, in its dtypes."""
     o = torch.empty(result.o.shape, dtype=torch.bfloat16)
     final_state = torch.empty(result.final_state.shape, dtype=torch.float32)
-    return ForwardResult(o.copy_(result.o), final_state.copy_(result.final_state))
+    return {"o": o.copy_(result.o), "final_state": final_state.copy_(result.final_state)}
 
 
-def kernel(inputs):
-    return stored(fallback.forward(inputs))
+def kernel(sample):
+    return stored(fallback.forward(sample.inputs))
 
 
 def judge():
@@ -45,40 +45,44 @@ def test_a_correct_candidate_passes_with_its_errors():
 
 
 def test_one_that_rounds_in_another_order_passes():
-    def by_token(inputs):
-        return stored(fallback.forward(inputs, by_chunk=False))
+    def by_token(sample):
+        return stored(fallback.forward(sample.inputs, by_chunk=False))
 
     assert not isinstance(judge().verdict(by_token, QUICK), Failure)
 
 
-def scaled(inputs):
-    result = kernel(inputs)
-    return dataclasses.replace(result, o=result.o * 1.02)
+def changed(sample, **changes):
+    return Sample(dataclasses.replace(sample.inputs, **changes))
 
 
-def less_precise(inputs):
+def scaled(sample):
+    outputs = kernel(sample)
+    return outputs | {"o": outputs["o"] * 1.02}
+
+
+def less_precise(sample):
     # Keys rounded to 4 bits of mantissa: within 5 % of the right answer, and several times its error.
-    k = inputs.k.float()
+    k = sample.inputs.k.float()
     scale = torch.exp2(torch.floor(torch.log2(k.abs().clamp_min(1e-30))) - 3)
-    return kernel(dataclasses.replace(inputs, k=((k / scale).round() * scale).to(inputs.k.dtype)))
+    return kernel(changed(sample, k=((k / scale).round() * scale).to(sample.inputs.k.dtype)))
 
 
-def leaves_rows_out(inputs):
-    result = kernel(inputs)
-    o = torch.empty_like(result.o)
-    o[:, :-40] = result.o[:, :-40]       # the tail behind the last sequence, and a few tokens of the sequence
-    return dataclasses.replace(result, o=o)
+def leaves_rows_out(sample):
+    outputs = kernel(sample)
+    o = torch.empty_like(outputs["o"])
+    o[:, :-40] = outputs["o"][:, :-40]   # the tail behind the last sequence, and a few tokens of the sequence
+    return outputs | {"o": o}
 
 
-def forgets_the_last_state(inputs):
-    result = kernel(inputs)
-    final_state = torch.empty_like(result.final_state)
-    final_state[:-1] = result.final_state[:-1]
-    return dataclasses.replace(result, final_state=final_state)
+def forgets_the_last_state(sample):
+    outputs = kernel(sample)
+    final_state = torch.empty_like(outputs["final_state"])
+    final_state[:-1] = outputs["final_state"][:-1]
+    return outputs | {"final_state": final_state}
 
 
-def ignores_the_gates(inputs):
-    return kernel(dataclasses.replace(inputs, g=torch.zeros_like(inputs.g)))
+def ignores_the_gates(sample):
+    return kernel(changed(sample, g=torch.zeros_like(sample.inputs.g)))
 
 
 @pytest.mark.parametrize(
@@ -95,11 +99,11 @@ def test_a_wrong_candidate_is_out_with_numbers(candidate):
 def test_a_racy_candidate_is_out():
     launches = itertools.count()
 
-    def racy(inputs):
-        result = kernel(inputs)
+    def racy(sample):
+        outputs = kernel(sample)
         if next(launches) == 5:
-            result.o.view(torch.int16)[0, 3, 0, 0] ^= 1                  # one bit of one element, far below any tolerance
-        return result
+            outputs["o"].view(torch.int16)[0, 3, 0, 0] ^= 1              # one bit of one element, far below any tolerance
+        return outputs
 
     failure = judge().verdict(racy, QUICK)
     assert (failure.reason, failure.detail) == ("racy", "ragged-mixed: launch 6 of 8 gives another o")
@@ -107,12 +111,12 @@ def test_a_racy_candidate_is_out():
 
 @pytest.mark.parametrize("where", ["before", "behind"])
 def test_a_candidate_that_writes_beside_its_outputs_is_out(where):
-    def writes_beside(inputs):
-        result = kernel(inputs)
-        o = result.o
+    def writes_beside(sample):
+        outputs = kernel(sample)
+        o = outputs["o"]
         offset = o.storage_offset() - 1 if where == "before" else o.storage_offset() + o.numel()
         o.as_strided((1,), (1,), offset).fill_(0)
-        return result
+        return outputs
 
     failure = judge().verdict(writes_beside, QUICK)
     assert failure.reason == "wrong"
