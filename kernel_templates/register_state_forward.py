@@ -393,7 +393,7 @@ def build(problem: Problem, config: Config):
                 elif thread < 480:
                     store_output(walk, tiles, o)
                 else:
-                    load_values(config, walk, tiles, v, q)
+                    load_values(config, walk, tiles, v, q=q)
 
     return register_state_forward
 

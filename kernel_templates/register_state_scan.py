@@ -335,7 +335,7 @@ def build(problem: Problem, config: Config):
                 elif thread < 480:
                     store_outputs(walk, tiles, states, v_new)
                 else:
-                    load_values(config, walk, tiles, v, None)
+                    load_values(config, walk, tiles, v)
 
     return register_state_scan
 

@@ -174,8 +174,8 @@ def load_keys(config, walk, tiles, k, Ab):
 
 
 @macro
-def load_values(config, walk, tiles, v, q):
-    # V of every chunk and, unless it is None, Q. Foreign rows of Q only reach rows of O that are not stored, so they may stay.
+def load_values(config, walk, tiles, v, q=None):
+    # V of every chunk, and Q if it is wanted. Foreign rows of Q only reach rows of O that are not stored, so they may stay.
     problem, C = walk.problem, walk.problem.C
     i = T.alloc_var("int32")
     tails = T.alloc_var("int32")
