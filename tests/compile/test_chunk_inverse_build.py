@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_templates import lowered
+from builds import lowered, ptxas_reports, refusal, serialised
 
-from qla_jit import compiler, kernel_cache
-from qla_jit.compiler import CompileRequest
 from qla_jit.kernel_templates.arch import ARCHES, SM80, SM90A
 from qla_jit.kernel_templates.chunk_inverse import TEMPLATE, Config, Problem
 from qla_jit.ops.plan import KEY_DIMS
@@ -58,10 +56,7 @@ def test_every_warp_with_a_head_stores_its_own_tile(group: int) -> None:
     ids=str,
 )
 def test_what_it_cannot_do_is_rejected_with_the_reason(changes: dict[str, Any], arch: Any, reason: str) -> None:
-    problem = replace(QWEN, **changes)
-    rejection = TEMPLATE.rejection(problem, TEMPLATE.default_config(problem, arch), arch)
-    assert rejection is not None
-    assert reason in str(rejection)
+    assert reason in refusal(TEMPLATE, replace(QWEN, **changes), arch)
 
 
 def test_only_a_chip_with_warpgroup_products_is_claimed() -> None:
@@ -69,17 +64,12 @@ def test_only_a_chip_with_warpgroup_products_is_claimed() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_five_blocks_fit_an_sm_without_spills(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if compiler.find_nvcc() is None:
-        pytest.skip("needs nvcc")
-    monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path))
+def test_five_blocks_fit_an_sm_without_spills(tmp_path: Path) -> None:
     config = Config(blocks_per_sm=5, last_slot_first=True, early_next=True)
-    (kernel,) = kernel_cache.get([CompileRequest(TEMPLATE, QWEN, config, SM90A)])
-    ptxas = json.loads((kernel.directory / compiler.BUILD_REPORT).read_text())["ptxas"]
-    assert ptxas["functions"], "the build reports nothing of ptxas"
+    (ptxas,) = ptxas_reports([(TEMPLATE, QWEN, config)], tmp_path)
     for function in ptxas["functions"].values():
         assert function["spill_store_bytes"] == 0
         assert function["registers"] * 128 * 5 <= SM90A.registers_per_sm
-    assert not [remark for remark in ptxas["remarks"] if "serialized" in remark]
+    assert not serialised(ptxas)
     # An SM of Hopper has 228 KiB for its blocks, each of which takes 1 KiB more than it asks for; the barrier takes another.
     assert 5 * (sum(buffer.bytes for buffer in TEMPLATE.buffers(QWEN, config)) + 2048) <= 228 * 1024

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from typing import Any
 
 import pytest
+from builds import lowered, ptxas_reports, serialised
 
-from qla_jit import compiler, kernel_cache
-from qla_jit.compiler import CompileRequest
 from qla_jit.kernel_templates import (
     chunk_gradients,
     chunk_output,
@@ -200,18 +198,6 @@ def name_of(value: Any) -> str:
     return "-".join(parts + [flag for flag in ("split", "transfers_only") if fields.get(flag)])
 
 
-def lowered(template: Template, problem: Any, arch: Arch) -> str:
-    """The CUDA source of a kernel, made without nvcc."""
-    import tilelang
-    from tilelang import tvm
-
-    config = template.default_config(problem, arch)
-    assert template.rejection(problem, config, arch) is None
-    target = tvm.target.Target(arch.target)
-    with target, tvm.transform.PassContext(opt_level=3, config=dict(template.pass_configs)):
-        return tilelang.lower(template.build(problem, config), target=target).kernel_source
-
-
 @pytest.mark.parametrize(("template", "problem", "arch"), PROBLEMS, ids=name_of)
 def test_template_lowers(template: Template, problem: Any, arch: Arch) -> None:
     source = lowered(template, problem, arch)
@@ -249,14 +235,8 @@ def test_default_config_is_allowed_for_every_head_dim(template: Any, arch: Arch)
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Template, Any], dict[str, Any]]:
-    """What the builds for Hopper report, by template and problem."""
-    if compiler.find_nvcc() is None:
-        pytest.skip("needs nvcc")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        requests = [CompileRequest(t, p, t.default_config(p, SM90A), SM90A) for t, p in COMPILED]
-        kernels = kernel_cache.get(requests)
-        reports = [json.loads((kernel.directory / compiler.BUILD_REPORT).read_text()) for kernel in kernels]
+    """What ptxas says of the builds for Hopper, by template and problem."""
+    reports = ptxas_reports([(template, problem, None) for template, problem in COMPILED], tmp_path_factory.mktemp("cache"))
     return dict(zip(COMPILED, reports, strict=True))
 
 
@@ -265,13 +245,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Template, A
 def test_ptxas_serialises_no_product_and_spills_little(
     template: Template, problem: Any, compiled: dict[tuple[Template, Any], dict[str, Any]], record_property: Any
 ) -> None:
-    ptxas = compiled[template, problem]["ptxas"]
-    assert ptxas["functions"], "the build reports nothing of ptxas"
+    ptxas = compiled[template, problem]
     for name, function in ptxas["functions"].items():
         record_property(name, function)
         print(f"{name}: {function['registers']} registers, {function['spill_store_bytes']} B of spill stores")
         assert function["spill_store_bytes"] <= SPILL_BOUND.get(template.name, 0)
-    assert not [remark for remark in ptxas["remarks"] if "serialized" in remark]
+    assert not serialised(ptxas)
 
 
 def test_register_state_kernels_refuse_what_they_are_not_written_for() -> None:

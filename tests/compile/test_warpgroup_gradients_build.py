@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_templates import lowered
+from builds import lowered, ptxas_reports, refusal, serialised
 
-from qla_jit import compiler, kernel_cache
-from qla_jit.compiler import CompileRequest
 from qla_jit.kernel_templates.arch import SM80, SM90A
 from qla_jit.kernel_templates.warpgroup_gradients import TEMPLATE, Problem
 
@@ -30,10 +28,7 @@ def test_it_lowers_to_bulk_copies_and_warpgroup_products(changes: dict[str, Any]
     ids=str,
 )
 def test_what_it_cannot_do_is_rejected_with_the_reason(changes: dict[str, Any], arch: Any, reason: str) -> None:
-    problem = replace(QWEN, **changes)
-    rejection = TEMPLATE.rejection(problem, TEMPLATE.default_config(problem, arch), arch)
-    assert rejection is not None
-    assert reason in str(rejection)
+    assert reason in refusal(TEMPLATE, replace(QWEN, **changes), arch)
 
 
 def test_two_stages_of_everything_do_not_fit() -> None:
@@ -41,13 +36,8 @@ def test_two_stages_of_everything_do_not_fit() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_no_product_is_serialised_and_spills_are_few(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if compiler.find_nvcc() is None:
-        pytest.skip("needs nvcc")
-    monkeypatch.setenv("QLA_JIT_CACHE_DIR", str(tmp_path))
-    (kernel,) = kernel_cache.get([CompileRequest(TEMPLATE, QWEN, TEMPLATE.default_config(QWEN, SM90A), SM90A)])
-    ptxas = json.loads((kernel.directory / compiler.BUILD_REPORT).read_text())["ptxas"]
-    assert ptxas["functions"], "the build reports nothing of ptxas"
+def test_no_product_is_serialised_and_spills_are_few(tmp_path: Path) -> None:
+    (ptxas,) = ptxas_reports([(TEMPLATE, QWEN, None)], tmp_path)
     for function in ptxas["functions"].values():
         assert function["spill_store_bytes"] <= 128      # of the single warps, which have 24 registers
-    assert not [remark for remark in ptxas["remarks"] if "serialized" in remark]
+    assert not serialised(ptxas)
