@@ -12,8 +12,9 @@ from .capture import SampledGates, Workload
 from .errors import InputError
 from .kernel_templates.arch import ARCHES
 from .ops.inputs import CallFacts
-from .ops.plan import Extents
+from .ops.plan import FORWARD, Extents, chunk_of_sizes
 from .select import choose
+from .tune.search_space import extents_of
 from .tuning_records import Hardware, Problem, Rigor
 
 DEFAULT_LENGTHS = "2048:32768"
@@ -140,12 +141,13 @@ def gate_profile(sampled: SampledGates | None) -> str:
     return "qwen" if strongest < -5 else "mixed"                     # qwen: heads from 0 to -21 a token
 
 
-def coverage(workload: Workload, hardware: Hardware) -> float:
-    """The share of the calls for which there is a confirmed record."""
+def coverage(workload: Workload, hardware: Hardware, *, op: str = FORWARD) -> float:
+    """The share of the calls for which there is a confirmed record of the operation."""
     covered = total = 0
     for calls in workload.calls:
         facts = facts_of(calls.problem, torch.device("cuda"))
-        dispatch = choose(facts, ARCHES[hardware.arch], hardware=hardware, extents=calls.extents)
+        extents = extents_of(typical_batch(calls.problem, calls.extents), chunk_of_sizes(op, facts))
+        dispatch = choose(facts, ARCHES[hardware.arch], op=op, hardware=hardware, extents=extents)
         total += calls.count
         covered += calls.count * (dispatch.match != "none" and dispatch.rigor is Rigor.CONFIRMED)
     return covered / total if total else 0.0

@@ -14,6 +14,7 @@ import typer
 from .. import record_store
 from ..capture import load_workload
 from ..errors import InputError
+from ..ops.plan import OPERATIONS
 from ..record_store import Stored
 from ..tune import report, session
 from ..tuning_records import Hardware
@@ -21,6 +22,7 @@ from ..workload import DEFAULT_LENGTHS, Target, coverage, facts_of, parse_batche
 from .command import ExitCode, NoSuchRecordError, verb
 from .options import (
     AsJson,
+    Backward,
     ChunkSize,
     Device,
     Dims,
@@ -31,6 +33,7 @@ from .options import (
     Packed,
     Tp,
     hardware_of,
+    op_of,
     parse_seconds,
     problem_of,
     shapes_of,
@@ -50,6 +53,7 @@ def tune(
         str, typer.Option("--lengths", help="Batches: 2048:32768 (powers of two), 4x8192, 8192+300 (packed), with commas.")
     ] = DEFAULT_LENGTHS,
     packed: Packed = False,
+    backward: Backward = False,
     dtype: Dtype = "bfloat16",
     chunk_size: ChunkSize = 64,
     gates: Annotated[str, typer.Option("--gates", help="Gates of the timed inputs: mixed, qwen, open or closed.")] = "mixed",
@@ -75,11 +79,10 @@ def tune(
             Target(problem_of(*head_counts, *head_dims, dtype, chunk_size, packed), batches, gates)
             for head_counts, head_dims in shapes_of(heads, dims, models_, tp)
         ]
+    op = op_of(backward)
     request = session.TuneRequest(
         tuple(
-            session.TuneProblem(
-                facts_of(target.problem, torch.device("cuda", device)), target.batches, target.gates
-            )
+            session.TuneProblem(facts_of(target.problem, torch.device("cuda", device)), target.batches, target.gates, op)
             for target in targets
         ),
         finalists=finalists,
@@ -104,7 +107,7 @@ def tune(
     covered = None
     if captured is not None:
         hardware = Hardware(arch=result.machine.arch, sm_count=result.machine.sm_count, l2_bytes=result.machine.l2_bytes)
-        covered = coverage(captured, hardware)
+        covered = coverage(captured, hardware, op=op)
     if as_json:
         print_json({"outcome": result.outcome, "seconds": result.seconds, "problems": results, "confirmed_share": covered})
     else:
@@ -160,7 +163,7 @@ def check(
 
 def _of_this_gpu(found: Sequence[Stored], device: int) -> list[Stored]:
     hardware = hardware_of(None, device)
-    mine = [s for s in found if s.record.hardware == hardware]
+    mine = [s for s in found if s.record.hardware == hardware and s.record.op in OPERATIONS]
     if not mine:
         here = f"{hardware.arch} with {hardware.sm_count} SMs"
         raise NoSuchRecordError(f"there are no such records for this GPU, {here}; qla-tune show lists what there is")

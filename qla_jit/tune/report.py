@@ -51,7 +51,8 @@ def html(result: SessionResult) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
         f"<title>qla-tune on {escape(machine.name)}</title><style>{STYLE}</style></head><body><h1>Tuning report</h1>",
         "<p>Each candidate below computed the whole gated delta rule, or all of its gradients. It was built, checked against "
-        "float64, and only then timed beside the template default. What failed a check is listed with the reason and was never ranked.</p>",
+        "float64, and only then timed beside the template default. What failed a check is listed with the reason and was never "
+        "ranked.</p>",
         _table("How it was measured", ("", ""), [(escape(name), escape(text)) for name, text in conditions]),
         *(_problem(problem) for problem in result.problems),
         "</body></html>",

@@ -70,7 +70,7 @@ class FakeSession:
             on_event(Event("race", str(of), "block 3", 3, 30))
             record = None
             if number == 0 or self.outcome == "complete":
-                record = records.record(problem=records.Problem.of(of.facts), rigor=Rigor.CONFIRMED)
+                record = records.record(op=of.op, problem=records.Problem.of(of.facts), rigor=Rigor.CONFIRMED)
                 on_record(record)
             results.append(ProblemResult(of, self.outcome if number else "complete", record, None, None, ""))
         machine = dataclasses.make_dataclass("Machine", H200.model_dump())(**H200.model_dump())
@@ -97,6 +97,14 @@ def test_tune_by_heads_keeps_the_records_and_shows_a_table(run, fake):
     assert "state_scan(block_v=128, threads=256)" in text
 
 
+@pytest.mark.parametrize(("words", "op"), [((), FORWARD), (("--backward",), BACKWARD)], ids=["forward", "backward"])
+def test_tune_is_about_gradients_where_asked(run, fake, words, op):
+    text = run("tune", "--heads", "2:8", *words)
+    assert [problem.op for problem in fake.requests[0].problems] == [op]
+    assert ("2:8 128:128 backward  complete" in text) == (op == BACKWARD)
+    assert [record.op for record in kept()] == [op]
+
+
 def test_tune_by_model(run, fake):
     run("tune", "--model", "qwen3.5-27b", "--tp", 2, "--tp", 4, "--packed", "--dtype", "float16")
     assert [(p.facts.H, p.facts.HV, p.facts.varlen) for p in fake.requests[0].problems] == [(8, 24, True), (4, 12, True)]
@@ -112,6 +120,16 @@ def test_tune_by_workload_reports_the_confirmed_share(run, fake, places):
     }))
     assert run("tune", "--workload", places / "host-1.json", "--json")["confirmed_share"] == 0.75
     assert fake.requests[0].problems[0].lengths == ((4096 * 64,), (64 * 64,))
+
+
+def test_the_confirmed_share_of_gradients_is_that_of_their_records(run, fake, places):
+    calls = {"problem": problem(chunk_size=32).model_dump(), "chunks": 128, "longest": 128, "sequences": 1, "count": 3}
+    (places / "host-1.json").write_text(json.dumps({"schema_version": 1, "calls": [calls]}))
+    words = ("tune", "--workload", places / "host-1.json", "--backward", "--json")
+    record_store.save_user_records([records.record(rigor=Rigor.CONFIRMED)])
+    assert run(*words)["confirmed_share"] == 0
+    record_store.save_user_records([records.record(op=BACKWARD, rigor=Rigor.CONFIRMED)])         # in chunks of 64
+    assert run(*words)["confirmed_share"] == 1
 
 
 def test_tune_writes_its_report(run, fake, places, monkeypatch):
@@ -181,6 +199,13 @@ def test_show_lists_every_layer_and_filters(run, places):
     assert [row["heads"] for row in run("show", "--json", "--heads", "16:48")] == ["16:48"]
     assert run("show", "--json", "--layer", "directory") == []
     assert "16:48" in run("show")
+
+
+def test_show_lists_both_operations(run):
+    record_store.save_user_records([records.record(op=op) for op in (FORWARD, BACKWARD)])
+    assert sorted(row["op"] for row in run("show", "--json")) == [BACKWARD, FORWARD]
+    assert re.search(r"layer +op +gpu", text := run("show"))
+    assert re.search(r"user +gdn_backward +sm_90a", text)
 
 
 def test_show_tells_the_gain_at_the_sizes_where_there_is_one(run):
@@ -362,6 +387,27 @@ def test_prune_removes_what_its_options_name(run, words, left):
     told = run("prune", *words, "--json")
     assert sorted(r.problem.HV for r in kept()) == left
     assert len(told["removed"]) == (3 if told["dry_run"] else 3 - len(left))
+
+
+@pytest.mark.parametrize("verb", ["verify", "check"])
+def test_records_of_both_operations_are_looked_at_and_unknown_ones_are_not(run, monkeypatch, verb):
+    record_store.save_user_records([records.record(op=op) for op in (FORWARD, BACKWARD, "gdn_decode")])
+    seen = []
+    monkeypatch.setattr(session, f"{verb}_records", lambda of, **options: seen.extend(of) or [])
+    run(verb)
+    assert {record.op for record in seen} == {FORWARD, BACKWARD}
+
+
+def test_both_operations_go_into_files_of_their_own_and_back(run, places):
+    record_store.save_user_records([records.record(op=op) for op in (FORWARD, BACKWARD)])
+    run("export", places / "out")
+    assert {path.name for path in (places / "out").iterdir()} == {"gdn_forward.sm_90a.json", "gdn_backward.sm_90a.json"}
+    ours = places / "out" / "gdn_forward.sm_90a.json"
+    assert [row["kind"] for row in run("diff", ours, places / "out", "--json")] == ["added"]
+    run("merge", ours, places / "out", "--out", places / "merged")
+    assert {record.op for path in (places / "merged").iterdir() for record in load(path)} == {FORWARD, BACKWARD}
+    run("prune", "--all")
+    assert run("import", places / "merged", "--json") == {"read": 2, "taken": 2}
 
 
 def test_prune_leaves_shipped_records_alone(run, places):
