@@ -83,12 +83,18 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _tilelang(name: str) -> Finding:
+    advice = "pip install --force-reinstall tilelang"
+    if settings().mode == "require":     # nothing is compiled: importing TileLang would need a directory to write to
+        child = _run([sys.executable, "-c", "from qla_jit.launch import load_runtime; load_runtime()"])
+        if child.returncode == 0:
+            return Finding(name, "ok", f"the run-time library of {compiler.tilelang_version()} loads")
+        return Finding(name, "failed", f"its run-time library does not load: {_last_line(child.stderr)}", advice)
     with tempfile.TemporaryDirectory() as scratch:
         environment = os.environ | {"TILELANG_CACHE_DIR": scratch, "CUDA_VISIBLE_DEVICES": ""}
         child = _run([sys.executable, "-c", "import tilelang; print(tilelang.__version__)"], env=environment, cwd=scratch)
     if child.returncode == 0:
         return Finding(name, "ok", f"{child.stdout.split()[-1]} can be imported")
-    return Finding(name, "failed", f"cannot be imported: {_last_line(child.stderr)}", "pip install --force-reinstall tilelang")
+    return Finding(name, "failed", f"cannot be imported: {_last_line(child.stderr)}", advice)
 
 
 def _nvcc(name: str) -> Finding:

@@ -37,7 +37,7 @@ def load(directory: Path, *, digest: str) -> LoadedKernel:
     Raises:
         OSError, RuntimeError, ValueError: the files are incomplete, or made for another machine.
     """
-    _load_runtime()
+    load_runtime()
     report = json.loads((directory / BUILD_REPORT).read_text())
     # The function keeps its module, and so the library, loaded.
     launch = tvm_ffi.load_module(str(directory / EXECUTABLE))[report["function"]]
@@ -45,7 +45,7 @@ def load(directory: Path, *, digest: str) -> LoadedKernel:
 
 
 @functools.cache
-def _load_runtime() -> None:
+def load_runtime() -> None:
     """Give the kernels' host code the symbols that it expects to find in the process."""
     package = importlib.util.find_spec("tilelang")
     assert package is not None, "tilelang is a dependency of qla_jit"

@@ -13,7 +13,7 @@ import torch
 from entries import KEY, put
 from tiny_template import built, needs_nvcc, request
 
-from qla_jit import bundle, cache_dir, cache_tools, doctor, kernel_store, record_store, tuning_db
+from qla_jit import bundle, cache_dir, cache_tools, compiler, doctor, kernel_store, record_store, tuning_db
 from qla_jit.bundle import Built
 from qla_jit.doctor import Finding
 from qla_jit.kernel_cache import key_of
@@ -116,6 +116,16 @@ def test_doctor_fails_on_a_bundle_that_is_empty_not_trusted_or_of_other_versions
         cache_dir._trusted.cache_clear()
         found = doctor._bundles("bundles")
         assert (found.status, found.found) == (status, f"{told} kernels in {bundle} are for these versions")
+
+
+def test_doctor_needs_no_place_to_write_where_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    monkeypatch.setenv("QLA_JIT_MODE", "require")
+    version = compiler.tilelang_version()
+    assert doctor._tilelang("tilelang") == Finding("tilelang", "ok", f"the run-time library of {version} loads")
+    monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
+    assert doctor._tilelang("tilelang").status == "failed"
 
 
 # cache
