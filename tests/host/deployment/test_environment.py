@@ -1,5 +1,6 @@
 """Does a kernel come out right whatever the home directory, the clock, the neighbours and the cleaners of disks do?"""
 
+import ctypes
 import fcntl
 import importlib.metadata
 import itertools
@@ -109,6 +110,44 @@ def test_a_user_without_a_name_a_home_or_a_place_to_write_is_served_from_roots_b
     there = {path: path.stat().st_mtime_ns for path in node.root.rglob("*")}
     assert_served(node.run(ask_as_a_stranger), threads=(32, 64), compiles=0, warnings=1)
     assert {path: path.stat().st_mtime_ns for path in node.root.rglob("*")} == there
+
+
+def make_read_only(*places):
+    """For this process alone; False if it may not."""
+    new_mounts, read_only, remount, bind, all_below, private = 0x20000, 1, 32, 4096, 16384, 1 << 18
+    system, paths = ctypes.CDLL(None), [os.fsencode(place) for place in places]
+    return (
+        system.unshare(new_mounts) == 0
+        and system.mount(None, b"/", None, private | all_below, None) == 0
+        and all(
+            system.mount(path, path, None, bind, None) == 0
+            and system.mount(None, path, None, remount | bind | read_only, None) == 0
+            for path in paths
+        )
+    )
+
+
+@pytest.mark.parametrize("mode", ["require", "lookup"])
+def test_a_file_system_that_is_mounted_read_only_serves_its_bundle(node, mode):
+    """As a container with --read-only and nothing mounted into it: the system refuses, also root."""
+    assert_served(node.run(lambda: ask(32, 64)), threads=(32, 64))
+    (node.root / "bundle").mkdir(mode=0o755)
+    (node.cache / "kernels").rename(node.root / "bundle" / "kernels")
+    shutil.rmtree(node.cache)
+    node.environment |= {"QLA_JIT_BUNDLE_PATH": str(node.root / "bundle"), "QLA_JIT_MODE": mode}
+
+    def ask_read_only():
+        if not make_read_only(node.root, "/tmp"):
+            return None
+        with pytest.raises(OSError, match="Read-only file system"):
+            (node.root / "file").touch()
+        return ask(32, 64)
+
+    outcome = node.run(ask_read_only)
+    if outcome.answer is None and outcome.error is None:
+        pytest.skip("mounts a file system, which this user may not")
+    assert_served(outcome, threads=(32, 64), compiles=0, warnings=1)
+    assert "nothing new is cached on disk" in outcome.warnings[0]
 
 
 # Directories that vanish.
