@@ -8,7 +8,7 @@ Parts: `first_call`: two fresh processes share a new, empty kernel cache, the fi
 `warm_load`: fresh processes load the same kernels from qla_jit's cache and from TileLang's. `shipped`: a bundle file is installed
 and used where there is no nvcc and nothing to write to. What a run does not measure stays in the output file.
 
-A FILE has the kernels of the calls that are timed:
+A FILE has the kernels of the calls that are timed, and comes from the same commit, because the templates are part of their keys:
 
     qla-tune build --arch sm_90a --sm-count 132 --heads 8:24 --packed --index-dtype int32 --initial-state --final-state \\
         --no-l2norm --backward --out DIR && qla-tune pack DIR --out FILE
