@@ -11,13 +11,12 @@ works.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from forward import Measured, make_parser, measure_table, parse, rel_l2
 from systems import System
-from timing import PROTOCOL, Budget, alternating_ms, graph_of, interleaved_ms
+from timing import PROTOCOL, Budget, alternating_ms, graph_of, interleaved_ms, peak_bytes
 from training import NAMES, TRAINING_SYSTEMS, Cotangents, make_cotangents
 from workload import BACKWARD_ROWS, Inputs, Row, rotated_inputs
 
@@ -66,17 +65,6 @@ def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured
         for name, ms in times.items():
             measured[name][key] = round(ms, 5)
     return measured
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Memory that a call allocates at its highest, at its second time: what it keeps for good is there by then."""
-    call()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def float64_gradients(x: Inputs, y: Cotangents) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""How a call is timed: CUDA-graph replays, the systems taking turns; and how a run keeps within a time budget."""
+"""How a call is timed: CUDA-graph replays, the systems taking turns; what it allocates; how a run keeps within a time budget."""
 
 from __future__ import annotations
 
@@ -107,6 +107,17 @@ def host_us(call: Callable[[], Any], *, batches: int = 20, calls: int = 50) -> f
         samples.append((time.perf_counter() - start) / calls * 1e6)
     torch.cuda.synchronize()
     return statistics.median(samples)
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Memory that a call allocates at its highest, at its second time: what it keeps for good is there by then."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 class BudgetSpent(Exception):
