@@ -29,7 +29,6 @@ REPEATS = 8
 # An error below what rounding to the inputs' dtype alone may cost is no error, however exact the reference template happens
 # to be on an input: eps / 2 at the largest element, eps / 8 as a root mean square (0.1 % in bf16).
 MAX_FLOOR, RMS_FLOOR = 1 / 2, 1 / 8
-REFERENCE_RMS_LIMIT = 1e-2               # a reference template that is farther off than this cannot judge others
 # Errors that are negligible as a root mean square may be so many times that at their largest.
 MAX_OVER_RMS = 16
 FEW_VALUES = 512                         # of fewer, the root mean square is a matter of luck too
@@ -131,7 +130,7 @@ class Judge:
         sample.forget_tail(case.tail)
         errors = {name: self._errors(output, expected[name]) for name, output in self.run_reference(sample).items()}
         for name, (rms, _) in errors.items():
-            if not rms <= expected[name].slack * REFERENCE_RMS_LIMIT:
+            if not rms <= expected[name].slack * operation.baseline_error:
                 return Failure("wrong", f"{case.name}: the reference template's own {name} has the error {rms:.1e}")
         if len(self._judged) >= CASES_HELD:
             del self._judged[next(iter(self._judged))]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import records
 import torch
-from records import H200
+from records import DEFAULT, H200, WIDE, entry
 from tiny_template import request
 
 import qla_jit
@@ -22,6 +22,8 @@ from qla_jit.dispatch_table import DispatchDifference, dispatch_digest
 from qla_jit.errors import EnvironmentUnsuitable
 from qla_jit.ops import backward, pipeline
 from qla_jit.ops.inputs import check_inputs
+from qla_jit.ops.plan import BACKWARD
+from qla_jit.tuning_records import save_directory
 
 RANKS = 4
 
@@ -119,6 +121,18 @@ def test_another_choice_of_config_counts_even_where_both_kernels_are_loaded(monk
     other = {step: select.CompileRequest(r.template, r.problem, "another config", r.arch) for step, r in kernels.requests.items()}
     monkeypatch.setitem(pipeline._ready, key, pipeline.Kernels(kernels.strategy, kernels.launch, kernels.split, other))
     assert dispatch_digest() != one
+
+
+def test_a_record_of_gradients_that_only_one_rank_has_is_a_difference(tmp_path, monkeypatch):
+    def gradients():
+        backward.kernels_for(call(T=4096))
+
+    without = after(gradients)
+    default = (100.0, 400.0)
+    faster = entry(WIDE, 80.0, 320.0, default=default)
+    save_directory(tmp_path / "db", [records.record(op=BACKWARD, entries=(entry(DEFAULT, *default), faster))])
+    monkeypatch.setenv("QLA_JIT_DB_PATH", str(tmp_path / "db"))
+    assert after(gradients) != without
 
 
 def test_a_difference_is_told_by_rank():

@@ -8,7 +8,7 @@ from planted import FUSED, SM_COUNT, OutputConfig, ScanConfig
 
 from qla_jit import select
 from qla_jit.kernel_templates.arch import SM90A
-from qla_jit.ops.plan import Extents
+from qla_jit.ops.plan import BACKWARD, FORWARD, Extents
 from qla_jit.tune.search import descend, first_round
 from qla_jit.tune.search_space import Candidate, SearchSpace, extents_of, lengths_of
 from qla_jit.tuning_records import Hardware
@@ -25,10 +25,12 @@ def plain(block_v=64, stages=2, threads=128):
     return Candidate("plain", (("scan", ScanConfig(block_v, stages)), ("output", OutputConfig(threads))))
 
 
+@pytest.mark.parametrize("op", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("extents", [LONG, Extents(512, 64, 8), Extents(3, 3, 1)], ids=str)
-def test_default_is_what_select_takes_without_records(space, extents):
+def test_default_is_what_select_takes_without_records(strategies, op, extents):
+    space = SearchSpace(planted.facts(), SM90A, SM_COUNT, op)
     hardware = Hardware(arch="sm_90a", sm_count=SM_COUNT, l2_bytes=1)    # of which there are no records
-    dispatch = select.choose(space.facts, SM90A, hardware=hardware, extents=extents)
+    dispatch = select.choose(space.facts, SM90A, op=op, hardware=hardware, extents=extents)
     assert space.requests(space.default(extents)) == list(dispatch.requests.values())
     assert (space.default(extents).strategy, space.default(extents).split) == (dispatch.strategy, dispatch.split)
 
@@ -50,6 +52,20 @@ def test_a_template_that_is_added_adds_candidates(space, strategies, monkeypatch
     start = space.start(added, LONG)
     assert space.strategies[0] is added
     assert [dict(c.configs)["scan"].block_v for c in space.neighbours(start, "scan")] == [256]
+
+
+def test_a_strategy_that_is_held_back_adds_none(space, strategies, monkeypatch):
+    monkeypatch.setitem(strategies, "split", dataclasses.replace(strategies["split"], held_back="wrong once"))
+    assert [strategy.name for strategy in space.strategies] == ["plain"]
+    assert space.default(LONG) == plain()
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64], ids=lambda C: f"C{C}")
+def test_sizes_of_a_backward_are_in_its_own_chunks(strategies, chunk_size):
+    space = SearchSpace(planted.facts()._replace(chunk_size=chunk_size), SM90A, SM_COUNT, BACKWARD)
+    assert space.facts.chunk_size == 64
+    assert space.extents((130, 64)) == Extents(chunks=4, longest=3, sequences=2)
+    assert space.lengths(Extents(chunks=4, longest=3, sequences=2)) == (192, 64)
 
 
 def test_json_gives_the_candidate_back(space):
