@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from forward import Measured, make_parser, measure_table, parse, rel_l2
 from systems import System
-from timing import PROTOCOL, Budget, alternating_ms, graph_of, interleaved_ms, peak_bytes
+from timing import Budget, alternating_ms, graph_of, interleaved_ms, peak_bytes
 from training import NAMES, TRAINING_SYSTEMS, Cotangents, make_cotangents
 from workload import BACKWARD_ROWS, Inputs, Row, rotated_inputs
 
@@ -36,7 +36,7 @@ ORACLE_BYTES_PER_CHUNK, ORACLE_BYTES = 1_200_000, 12 * 10**9
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(make_parser("backward", TRAINING_SYSTEMS), arguments, lambda options: BACKWARD_ROWS)
-    return measure_table("backward", options, TRAINING_SYSTEMS, measure_row, PROTOCOL + EXPLAINED)
+    return measure_table("backward", options, TRAINING_SYSTEMS, measure_row, EXPLAINED)
 
 
 def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured:

@@ -24,7 +24,7 @@ from typing import Any
 import results
 import torch
 from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms
-from workload import ALL_HEAD_PAIRS, ROWS, K, Row, V
+from workload import ALL_HEAD_PAIRS, GATES, ROWS, K, Row, V
 
 from qla_jit import select
 from qla_jit.device import GpuInfo, gpu_info
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out, gpu = options.out or results.default_path("dispatch.json"), gpu_info(torch.device("cuda", 0))
     document = results.load(out) | {
         "gpu": results.gpu_name(), "versions": results.versions(), "commit": options.commit, "date": results.now(),
-        "protocol": PROTOCOL,
+        "protocol": PROTOCOL + GATES["mixed"],
     }  # fmt: skip
     budget = Budget(options.budget_seconds)
     for position, row in enumerate(options.rows):

@@ -3,6 +3,7 @@
     python benchmarks/forward.py                          every row, every library that is installed
     python benchmarks/forward.py --only-qla-jit           keep the others' numbers of the file, measure ours again
     python benchmarks/forward.py --rows '16,64:*' '*:1024x8' --budget-seconds 500
+    python benchmarks/forward.py --gates open             no head decays; into forward_open.json
 
 Results are merged into the output file after every row, so a run can be stopped and repeated: what this commit has measured
 already is skipped. docs/performance.md says how the timing works and how to read the table.
@@ -14,6 +15,7 @@ import argparse
 import fnmatch
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import results
 import torch
 from systems import SYSTEMS, System, strategy_of
 from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms
-from workload import ALL_ROWS, ROWS, Inputs, Row, rotated_inputs
+from workload import ALL_ROWS, GATES, ROWS, Inputs, Row, rotated_inputs
 
 from qla_jit.device import gpu_info
 
@@ -34,7 +36,7 @@ Measured = Mapping[str, Mapping[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return measure_table("forward", forward_options(arguments), SYSTEMS, measure_row, PROTOCOL + EXPLAINED)
+    return measure_table("forward", forward_options(arguments), SYSTEMS, measure_row, EXPLAINED)
 
 
 def forward_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -48,7 +50,7 @@ def measure_table(
     options: argparse.Namespace,
     known_systems: Sequence[System],
     measure_row: Callable[[Row, Sequence[System], Budget], Measured],
-    protocol: str,
+    explained: str,
 ) -> int:
     """The exit status of a benchmark: 1 if qla_jit failed on a row."""
     if not torch.cuda.is_available():
@@ -58,7 +60,7 @@ def measure_table(
     if absent:
         print(f"not installed, left out: {', '.join(absent)}")
 
-    out = options.out or results.default_path(f"{op}.json")
+    out = options.out or results.default_path(f"{op}.json" if options.gates == "mixed" else f"{op}_{options.gates}.json")
     earlier, gpu = results.load(out), results.gpu_name()
     if earlier.get("gpu", gpu) != gpu:
         sys.exit(f"{out} holds the numbers of another GPU, {earlier['gpu']}, and this is {gpu}: pass another --out.")
@@ -69,7 +71,7 @@ def measure_table(
         "versions": {name: version or earlier.get("versions", {}).get(name) for name, version in versions.items()},
         "commit": options.commit,
         "date": results.now(),
-        "protocol": protocol,
+        "protocol": PROTOCOL + GATES[options.gates] + explained,
         "rows": earlier["rows"],
     }
     budget = Budget(options.budget_seconds)
@@ -170,7 +172,8 @@ def make_parser(op: str, systems: Sequence[System]) -> argparse.ArgumentParser:
     parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--only-qla-jit", dest="systems", action="store_const", const=["qla_jit"], help="--systems qla_jit")
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of names such as '16,64:4096x8'")
-    parser.add_argument("--out", type=Path, help=f"default: benchmarks/results/<GPU>/{op}.json")
+    parser.add_argument("--gates", choices=GATES, default="mixed", help="mixed: every fourth head never decays")
+    parser.add_argument("--out", type=Path, help=f"default: benchmarks/results/<GPU>/{op}.json, or {op}_<gates>.json")
     parser.add_argument("--budget-seconds", type=float, help="stop before this much time is spent")
     parser.add_argument("--commit", default=results.current_commit(), help="where there is no git: which commit this is")
     return parser
@@ -187,7 +190,8 @@ def parse(
     for pattern in options.rows:
         if not any(fnmatch.fnmatchcase(row.name, pattern) for row in table):
             parser.error(f"--rows {pattern!r} matches none of: {' '.join(row.name for row in table)}")
-    options.rows = [row for row in table if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in options.rows)]
+    wanted = (row for row in table if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in options.rows))
+    options.rows = [replace(row, gates=options.gates) for row in wanted]
     return options
 
 

@@ -21,7 +21,7 @@ import results
 import torch
 from systems import SYSTEMS, System
 from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms, peak_bytes
-from workload import Inputs, Row, make_inputs, rotated_inputs
+from workload import GATES, Inputs, Row, make_inputs, rotated_inputs
 
 PARTS = ("tokens", "lengths")
 TOKENS_HEADS, LENGTHS_HEADS = (8, 32), (2, 8)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out, budget = options.out or results.default_path("scaling.json"), Budget(options.budget_seconds)
     document = results.load(out) | {
         "gpu": results.gpu_name(), "versions": results.versions(system.distribution for system in systems),
-        "commit": options.commit, "date": results.now(), "protocol": PROTOCOL,
+        "commit": options.commit, "date": results.now(), "protocol": PROTOCOL + GATES["mixed"],
     }  # fmt: skip
     todo = [("tokens", T) for T in TOKENS if "tokens" in options.parts]
     todo += [("lengths", length) for length in LENGTHS if "lengths" in options.parts]

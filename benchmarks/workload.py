@@ -17,6 +17,14 @@ HEAD_PAIRS = ((2, 8), (4, 16), (8, 32), (16, 48), (16, 64))
 SEQUENCE_SETS = ((32768,), (8192,), (2048,), (16384,) * 2, (1024, 7168), (4096,) * 8, (1024,) * 8)
 
 
+# What a protocol says of the gates. Libraries that skip what has decayed away are timed with and without that chance.
+GATES = {
+    "mixed": " Natural-log gates logsigmoid(randn)/16, every fourth head 0.",
+    "open": " Natural-log gates 0: no head decays.",
+    "decaying": " Natural-log gates logsigmoid(randn)/16 on every head.",
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of a table."""
@@ -24,6 +32,7 @@ class Row:
     H: int
     HV: int
     seqlens: tuple[int, ...]
+    gates: str = "mixed"                 # of GATES; a table has one kind of them
 
     @property
     def name(self) -> str:
@@ -83,8 +92,7 @@ class Inputs:
 def make_inputs(row: Row, *, device: str, seed: int = 0, like: Inputs | None = None) -> Inputs:
     """Random inputs of one row.
 
-    Gates are logsigmoid(randn) / 16, about -0.05 a token, and every fourth head never decays (g = 0): libraries that skip
-    what has decayed away are timed with and without that chance. `like` shares its cu_seqlens tensors: some libraries
+    logsigmoid(randn) / 16 is about -0.05 a token. `like` shares its cu_seqlens tensors: some libraries
     cache what they derive from them by the identity of the tensor.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -94,7 +102,10 @@ def make_inputs(row: Row, *, device: str, seed: int = 0, like: Inputs | None = N
         return torch.randn(*shape, device=device, generator=generator)
 
     g = F.logsigmoid(randn(1, T, row.HV)) / 16
-    g[:, :, 3::4] = 0.0
+    if row.gates == "mixed":
+        g[:, :, 3::4] = 0.0
+    elif row.gates == "open":
+        g.zero_()
     if like is not None:
         cu_seqlens, cu_seqlens_cpu = like.cu_seqlens, like.cu_seqlens_cpu
     else:

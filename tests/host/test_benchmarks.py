@@ -58,9 +58,16 @@ def test_inputs_have_the_documented_shapes_and_gates():
     assert x.v.shape == (1, 64, 8, 128)
     assert x.initial_state.shape == (2, 8, 128, 128)
     assert x.cu_seqlens.tolist() == x.cu_seqlens_cpu.tolist() == [0, 60, 64]
-    never_decays = (x.g == 0).all(dim=1)[0]
-    assert never_decays.tolist() == [False, False, False, True] * 2
     assert (x.g <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("gates", "never_decay"), [("mixed", [False, False, False, True] * 2), ("open", [True] * 8), ("decaying", [False] * 8)]
+)
+def test_a_table_says_which_heads_never_decay(gates, never_decay):
+    assert set(workload.GATES) == {"mixed", "open", "decaying"}
+    [row] = forward.forward_options(["--gates", gates, "--rows", "2,8:2048"]).rows
+    assert ((workload.make_inputs(row, device="cpu").g == 0).all(dim=1)[0]).tolist() == never_decay
 
 
 def test_rotated_inputs_differ_fill_the_cache_and_share_their_lengths():
