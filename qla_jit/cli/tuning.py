@@ -14,7 +14,7 @@ import typer
 from .. import record_store
 from ..capture import load_workload
 from ..errors import InputError
-from ..ops.plan import OPERATIONS
+from ..ops.plan import OPS
 from ..record_store import Stored
 from ..tune import report, session
 from ..tuning_records import Hardware
@@ -163,7 +163,7 @@ def check(
 
 def _of_this_gpu(found: Sequence[Stored], device: int) -> list[Stored]:
     hardware = hardware_of(None, device)
-    mine = [s for s in found if s.record.hardware == hardware and s.record.op in OPERATIONS]
+    mine = [s for s in found if s.record.hardware == hardware and s.record.op in OPS]
     if not mine:
         here = f"{hardware.arch} with {hardware.sm_count} SMs"
         raise NoSuchRecordError(f"there are no such records for this GPU, {here}; qla-tune show lists what there is")

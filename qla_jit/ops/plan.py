@@ -36,7 +36,7 @@ from .inputs import CallFacts
 from .splits import SEGMENTS, best_backward_split, best_split
 
 # The operations that strategies compute, as their tuned records are named.
-OPERATIONS = FORWARD, BACKWARD = "gdn_forward", "gdn_backward"
+OPS = FORWARD, BACKWARD = "gdn_forward", "gdn_backward"
 
 KEY_DIMS = (64, 96, 128, 192, 256)
 VALUE_DIMS = (64, 96, 128, 192, 256, 512)

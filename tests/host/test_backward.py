@@ -470,6 +470,16 @@ def test_what_is_held_back_is_the_last_and_never_the_baseline() -> None:
     assert strategies[-1].name == "registers_split"              # preferred where it pays, once it is not held back
 
 
+def test_segments_are_preferred_where_they_pay_once_they_are_not_held_back(asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = plan.BACKWARD_STRATEGIES["registers_split"]
+    monkeypatch.setitem(plan.BACKWARD_STRATEGIES, "registers_split", replace(strategy, held_back=None))
+    for chunks, name in ((512, "registers_split"), (4, "registers")):
+        dispatch = backward.kernels_for(long_call(8, chunks)).dispatch
+        assert (dispatch.strategy, dispatch.split is None) == (name, name == "registers")
+    assert len(set(map(frozenset, asked))) == 1          # the first call built those of both
+    assert set(dispatch.requests.values()) < set(asked[0])
+
+
 def test_where_nothing_is_compiled_a_call_asks_for_its_own_kernels_alone(asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QLA_JIT_MODE", "require")
     inputs = long_call(8, 1)
