@@ -445,7 +445,8 @@ def test_no_later_step_compiles() -> None:
     for lengths in ((4096,), (64,) * 64, (32768,), (1, 5000)):
         gradients(arguments(replace(BASE, lengths=lengths), device="cuda"))
     if on_hopper():
-        assert {kernels.dispatch.strategy for kernels in backward.resolved().values()} >= {"registers", "registers_split"}
+        chosen_here = {name for name, strategy in plan.BACKWARD_STRATEGIES.items() if strategy.held_back is None} - {"chunked"}
+        assert {kernels.dispatch.strategy for kernels in backward.resolved().values()} >= chosen_here
     assert kernel_cache.stats().compiles == before
 
 
