@@ -15,10 +15,12 @@ from collections.abc import Sequence
 
 import torch
 from forward import Measured, make_parser, measure_table, parse, rel_l2
-from systems import System
+from systems import System, strategy_of
 from timing import Budget, alternating_ms, graph_of, interleaved_ms, peak_bytes
 from training import NAMES, TRAINING_SYSTEMS, Cotangents, make_cotangents
 from workload import BACKWARD_ROWS, Inputs, Row, rotated_inputs
+
+from qla_jit.device import gpu_info
 
 EXPLAINED = (
     " ms: the library's low-level backward, random gradients of o and of the final state in, those of all six inputs out. "
@@ -55,6 +57,8 @@ def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured
                 "rel_l2": {name: rel_l2(gradient, x64) for name, gradient, x64 in found},
                 "peak_bytes": peak_bytes(calls[0].step),
             }
+            if system.name == "qla_jit":
+                measured[system.name]["strategy"] = strategy_of(inputs[0], gpu_info(inputs[0].q.device), backward=True)
             graphs[system.name] = graph_of([call.gradients for call in calls])
             steps[system.name] = calls[0].step
         except Exception as error:       # a benchmark reports what a library answers and goes on with the next one

@@ -60,10 +60,14 @@ def filled(text: str, sections: dict[str, str]) -> str:
 
 
 def summary(op: str, document: dict[str, Any]) -> str:
-    """Milliseconds of qla_jit and, in brackets, how many times faster than the fastest other library, by shape."""
+    """Milliseconds of qla_jit and, in brackets, how many times faster than the fastest other library, by shape. What has no
+    number has no line and no column."""
     if not any("qla_jit" in entry["ms"] for entry in document["rows"]):
         return NOT_MEASURED
+    shown = {(entry["H"], entry["HV"], tuple(entry["seqlens"])) for entry in document["rows"] if "qla_jit" in entry["ms"]}
     head_pairs, sequence_sets = SHAPES[op]
+    head_pairs = [pair for pair in head_pairs if any(pair == (H, HV) for H, HV, _ in shown)]
+    sequence_sets = [seqlens for seqlens in sequence_sets if any(seqlens == lengths for _, _, lengths in shown)]
     heads = " | ".join(f"H={H}, HV={HV}" for H, HV in head_pairs)
     lines = [f"| sequences | {heads} |", "|---" * (1 + len(head_pairs)) + "|"]
     for seqlens in sequence_sets:
@@ -105,7 +109,7 @@ def backward_table(document: dict[str, Any]) -> str:
         return NOT_MEASURED
     names = [system.name for system in TRAINING_SYSTEMS]
     columns = ["H, HV", "sequences", *(f"{what}: {' / '.join(names)}" for what in ("ms", "step ms", "peak MiB"))]
-    columns += [f"error {output}" for output in results.OUTPUTS["backward"]]
+    columns += [*(f"error {output}" for output in results.OUTPUTS["backward"]), "strategy"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for entry in document["rows"]:
         steps = {name: f"{ms:.3f}" for name, ms in entry["step_ms"].items()}
@@ -114,6 +118,7 @@ def backward_table(document: dict[str, Any]) -> str:
         cells.append(" / ".join(time_cell(entry, name) or "-" for name in names))
         cells += [" / ".join(values.get(name, "-") for name in names) for values in (steps, memory)]
         cells += [f"{entry['rel_l2'][output]:.2e}" if entry["rel_l2"] else "" for output in results.OUTPUTS["backward"]]
+        cells.append(entry.get("strategy") or "")        # rows of before 2026-11-30 do not say
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
 

@@ -10,7 +10,7 @@ is from (`measured`), so that a file filled in several sessions stays honest:
      "peer_rel_l2": {system: {"o", "state"}},                         the others' on the same inputs
      "measured": {system: {"commit", "date"}}, "failed": {system: why}}
 
-A row of the backward has "op": "backward", no strategy, errors of the six gradients in place of "o" and "state", and
+A row of the backward has "op": "backward", errors of the six gradients in place of "o" and "state", and
 
     {"step_ms": {system: milliseconds of a forward and backward}, "peak_bytes": {system: of such a step, above its inputs}}
 """
@@ -92,8 +92,8 @@ def find_row(document: Mapping[str, Any], row: Row) -> dict[str, Any] | None:
 
 
 def new_row(row: Row, op: str) -> dict[str, Any]:
-    of_op = {"strategy": None} if op == "forward" else {"step_ms": {}, "peak_bytes": {}}
-    return {"op": op, "H": row.H, "HV": row.HV, "seqlens": list(row.seqlens), **of_op,
+    of_op = {} if op == "forward" else {"step_ms": {}, "peak_bytes": {}}
+    return {"op": op, "H": row.H, "HV": row.HV, "seqlens": list(row.seqlens), "strategy": None, **of_op,
             "ms": {}, "rel_l2": None, "peer_rel_l2": {}, "measured": {}, "failed": {}}
 
 
@@ -108,8 +108,8 @@ def merge_row(
 ) -> None:
     """Put new measurements into the document; what this run did not measure stays.
 
-    measured: {system: {"ms", "rel_l2": {output: error}}}, with "strategy" for qla_jit, or with "step_ms" and "peak_bytes", or
-    {system: {"failed": why}}.
+    measured: {system: {"ms", "rel_l2": {output: error}}}, with "strategy" for qla_jit and for the backward with "step_ms" and
+    "peak_bytes"; or {system: {"failed": why}}.
     """
     entry = find_row(document, row)
     if entry is None:
@@ -128,8 +128,7 @@ def merge_row(
             entry[name][system] = result[name]
         if system == "qla_jit":
             entry["rel_l2"] = result["rel_l2"]
-            if "strategy" in entry:
-                entry["strategy"] = result["strategy"]
+            entry["strategy"] = result["strategy"]
         else:
             entry["peer_rel_l2"][system] = result["rel_l2"]
 

@@ -61,14 +61,15 @@ def checked(x: Inputs) -> CallInputs:
     )
 
 
-def strategy_of(x: Inputs, gpu: GpuInfo) -> str:
+def strategy_of(x: Inputs, gpu: GpuInfo, *, backward: bool = False) -> str:
     """How qla_jit computes the call on such a GPU, with the chunks of a segment where it splits: "split/32"."""
     from qla_jit import select
+    from qla_jit.ops.plan import BACKWARD, FORWARD, chunk_of_sizes
     from qla_jit.tuning_records import Hardware
 
-    inputs = checked(x)
-    extents = select.bucket(select.extents_of(inputs))
-    dispatch = select.choose(inputs.facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
+    inputs, op = checked(x), BACKWARD if backward else FORWARD
+    extents = select.bucket(select.extents_of(inputs, chunk_of_sizes(op, inputs.facts)))
+    dispatch = select.choose(inputs.facts, gpu.arch, op=op, hardware=Hardware.of(gpu), extents=extents)
     return dispatch.strategy if dispatch.split is None else f"{dispatch.strategy}/{dispatch.split}"
 
 

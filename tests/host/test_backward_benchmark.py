@@ -7,6 +7,8 @@ import torch
 from test_benchmarks import FakeClock, script
 
 from qla_jit import reference
+from qla_jit.device import GpuInfo
+from qla_jit.kernel_templates.arch import SM90A
 
 backward, fill_numbers, forward, results, systems, timing, training, workload = map(
     script, ("backward", "fill_numbers", "forward", "results", "systems", "timing", "training", "workload")
@@ -22,6 +24,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(backward, "interleaved_ms", lambda graphs: dict.fromkeys(graphs, 0.25))
     monkeypatch.setattr(backward, "alternating_ms", lambda steps: {name: len(step()) for name, step in steps.items()})
     monkeypatch.setattr(backward, "peak_bytes", lambda call: 1000)
+    monkeypatch.setattr(backward, "gpu_info", lambda device: GpuInfo("NVIDIA H200", SM90A, 132, 60 << 20))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("", (), {"L2_cache_size": 1}))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
@@ -46,7 +49,7 @@ def test_each_gradient_is_held_against_float64_and_a_system_that_cannot_is_recor
     assert list(errors) == list(results.OUTPUTS["backward"])
     assert all(1e-8 < error < 3e-3 for error in errors.values()), errors         # bf16 gradients of a float32 reference
     assert errors["dg"] < 1e-5
-    assert found["qla_jit"] == {"peak_bytes": 1000, "ms": 0.25, "step_ms": 6}
+    assert found["qla_jit"] == {"strategy": "registers", "peak_bytes": 1000, "ms": 0.25, "step_ms": 6}
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3], ids=lambda heads: f"{heads}-heads-at-a-time")
@@ -75,7 +78,7 @@ def test_a_row_keeps_each_number_by_system():
     error = dict.fromkeys(training.NAMES, 4e-3)
     fla = {"ms": 5.0, "step_ms": 9.0, "peak_bytes": 10**9, "rel_l2": error}
     results.merge_row(document, ROW, measured={"fla": fla}, commit="abc", date="d", op="backward")
-    ours = {"ms": 2.0, "step_ms": 3.0, "peak_bytes": 10**8, "rel_l2": error}
+    ours = {"ms": 2.0, "step_ms": 3.0, "peak_bytes": 10**8, "rel_l2": error, "strategy": "registers"}
     for measured in ({"failed": "CompileError: no"}, ours):
         results.merge_row(document, ROW, measured={"qla_jit": measured}, commit="def", date="d", op="backward")
     (row,) = document["rows"]
@@ -84,7 +87,7 @@ def test_a_row_keeps_each_number_by_system():
     assert row["step_ms"] == {"fla": 9.0, "qla_jit": 3.0}
     assert row["peak_bytes"] == {"fla": 10**9, "qla_jit": 10**8}
     assert (row["rel_l2"], row["peer_rel_l2"], row["failed"]) == (error, {"fla": error}, {})
-    assert "strategy" not in row
+    assert row["strategy"] == "registers"
     assert [problem for problem in results.problems(document) if ROW.name in problem] == []
     row["rel_l2"]["dg"] = float("nan")
     assert any("not a finite number" in problem for problem in results.problems(document))
@@ -95,6 +98,7 @@ def test_the_tables_show_times_memory_and_errors():
     row, error = workload.BACKWARD_ROWS[0], dict.fromkeys(training.NAMES, 4e-3) | {"dg": 6e-3}
     measured = {name: {"ms": ms, "step_ms": 2 * ms, "peak_bytes": 2**30, "rel_l2": error} for name, ms in
                 (("qla_jit", 2.0), ("flash_qla", 3.0))}
+    measured["qla_jit"]["strategy"] = "registers_split/32"
     results.merge_row(document, row, measured=measured | {"fla": {"failed": "no"}}, commit="abc", date="d", op="backward")
     summary, table = fill_numbers.summary("backward", document), fill_numbers.backward_table(document)
     assert "2.000 (1.50x)" in summary
@@ -102,6 +106,9 @@ def test_the_tables_show_times_memory_and_errors():
     assert "dg 6.0e-03" in summary
     (line,) = (line for line in table.splitlines() if line.startswith("| 16, 64 |"))
     assert "| 2.000 / 3.000 / failed | 4.000 / 6.000 / - | 1024 / 1024 / - | 4.00e-03 |" in line
+    assert line.endswith("| registers_split/32 |")
+    only = "| sequences | H=16, HV=64 |\n|---|---|\n| 32768 | 2.000 (1.50x) |\n\n"
+    assert summary.startswith(only), "what has no number is left out"
     assert fill_numbers.backward_table({"rows": []}) == fill_numbers.NOT_MEASURED
 
 
@@ -111,7 +118,8 @@ def test_a_run_goes_on_where_the_budget_of_the_last_one_ended():
     def measure(row):
         clock.seconds += 10
         done.append(row)
-        return {"qla_jit": {"ms": 1.0, "step_ms": 2.0, "peak_bytes": 3, "rel_l2": dict.fromkeys(training.NAMES, 1e-3)}}
+        error = dict.fromkeys(training.NAMES, 1e-3)
+        return {"qla_jit": {"ms": 1.0, "step_ms": 2.0, "peak_bytes": 3, "rel_l2": error, "strategy": "registers"}}
 
     for seconds in (25, None):
         forward.run(
