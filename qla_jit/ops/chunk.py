@@ -8,11 +8,12 @@ import warnings
 import torch
 
 from . import fallback
+from .graphs import graph_break
 from .inputs import CPU_DTYPES, CallInputs, check_inputs, check_tensor, state_shape
 from .results import ForwardResult, Gradients
 
 
-@torch.compiler.disable      # a graph break, as in FLA: a graph cannot hold what launches kernels by itself
+@graph_break                 # as in FLA: a graph cannot hold what launches kernels by itself
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -113,7 +114,7 @@ def chunk_gated_delta_rule(
     return result.o, result.final_state
 
 
-@torch.compiler.disable
+@graph_break
 def chunk_gated_delta_rule_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -166,7 +167,7 @@ def chunk_gated_delta_rule_fwd(
         return _forward(inputs)
 
 
-@torch.compiler.disable
+@graph_break
 def chunk_gated_delta_rule_bwd(
     q: torch.Tensor,
     k: torch.Tensor,

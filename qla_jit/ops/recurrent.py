@@ -6,10 +6,11 @@ import torch
 
 from ..errors import InputError
 from . import fallback
+from .graphs import graph_break
 from .inputs import check_inputs
 
 
-@torch.compiler.disable
+@graph_break
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

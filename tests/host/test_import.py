@@ -61,3 +61,46 @@ def test_a_result_on_the_cpu_needs_neither_tilelang_nor_a_gpu():
         print(tuple(o.shape), "tilelang" in sys.modules, torch.cuda.is_initialized())
     """
     assert run(code) == "(1, 3, 2, 4) False False"
+
+
+def test_the_operations_need_no_compiler_of_graphs_and_no_place_to_write():
+    code = """
+        import sys, tempfile, torch, qla_jit
+
+        tempfile._candidate_tempdir_list = lambda: ["/nowhere"]
+        tempfile.tempdir = None
+        q = k = torch.ones(1, 3, 1, 4)
+        for operation in (qla_jit.chunk_gated_delta_rule, qla_jit.fused_recurrent_gated_delta_rule):
+            operation(q, k, torch.ones(1, 3, 2, 4), torch.zeros(1, 3, 2), torch.ones(1, 3, 2))
+        print("torch._dynamo" in sys.modules)
+    """
+    assert run(code) == "False"
+
+
+def test_a_compiled_model_breaks_its_graph_at_an_operation():
+    code = """
+        import torch, qla_jit
+        from qla_jit.ops import fallback
+
+        eager, graphs, forward = [], [], fallback.forward
+
+        def watched(inputs, **options):
+            eager.append(not torch.compiler.is_compiling())
+            return forward(inputs, **options)
+
+        def backend(module, inputs):
+            graphs.append([node.target.__name__ for node in module.graph.nodes if node.op == "call_function"])
+            return module
+
+        def model(q):
+            o, _ = qla_jit.chunk_gated_delta_rule(q * 2, q, q, torch.zeros(1, 3, 2), torch.ones(1, 3, 2))
+            return o + 1
+
+        fallback.forward = watched
+        q = torch.rand(1, 3, 2, 4)
+        expected = [model(q), model(2 * q)]
+        compiled = torch.compile(model, backend=backend)
+        assert all(torch.equal(compiled(n * q), o) for n, o in enumerate(expected, start=1))
+        print(eager == [True] * 4, graphs)
+    """
+    assert run(code) == "True [['mul', 'zeros', 'ones'], ['add']]"
