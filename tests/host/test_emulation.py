@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import emulation
+import protocol
 import pytest
 import torch
 from backward_kernels import Kernels
@@ -21,7 +23,7 @@ from qla_jit.kernel_templates.arch import SM90A
 from qla_jit.kernel_templates.macros.segments import place_count
 from qla_jit.kernel_templates.macros.sequences import slot_count
 
-H, HV, K, V, C = 1, 2, 128, 128, 64
+H, HV, K, C = 1, 2, 128, 64
 SCALE = K**-0.5
 BLOCKS = 3                               # fewer than items: each goes on to the next ones
 GATE_WARP, LAST_WARP = 13, 15            # whose lanes go different ways, of the scans and of warpgroup_gradients
@@ -41,27 +43,36 @@ class Run:
 
     gates: str = "mixed"
     L: int = 0                           # chunks per segment; 0 for whole sequences
-    ends: bool = True                    # initial and final states, and gradients of them, as far as there are any
+    V: int = 128
+    ends: bool = True                    # there is an initial state, and a gradient of the final one
     v_first: bool = False
+    lengths: tuple[int, ...] = LENGTHS
     packed: bool = True
     in_kernel: bool = False              # gates are made from logits
     config: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        flags = [name if value else f"no_{name}" for name, value in vars(self).items() if isinstance(value, bool)]
-        defaults = [name if value else f"no_{name}" for name, value in vars(Run()).items() if isinstance(value, bool)]
-        parts = [self.gates, *[f"L{self.L}"] * bool(self.L), *(flag for flag in flags if flag not in defaults)]
-        return "-".join([*parts, *(f"{name}{value}" for name, value in self.config)])
+        parts = [self.gates]
+        for name, value in vars(self).items():
+            if value == getattr(Run, name) or name == "gates":
+                continue
+            elif isinstance(value, bool):
+                parts.append(name if value else f"no_{name}")
+            elif name == "lengths":
+                parts.append("+".join(map(str, value)))
+            else:
+                parts += [f"{x}{y}" for x, y in (value if name == "config" else [(name, value)])]
+        return "-".join(parts)
 
 
 class Scan:
     """The inputs of one run, and the formulas."""
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        self.run, self.V = run, run.V
         case = Case(
-            H=H, HV=HV, K=K, V=V, lengths=LENGTHS if run.packed else (130, 130), packed=run.packed, tail=TAIL * run.packed,
-            gates="open", initial_state=run.ends, state_v_first=run.v_first, dtype=torch.bfloat16,
+            H=H, HV=HV, K=K, V=run.V, lengths=run.lengths, packed=run.packed, tail=TAIL * run.packed, gates="open",
+            initial_state=run.ends, state_v_first=run.v_first, dtype=torch.bfloat16,
         )  # fmt: skip
         self.call = call = arguments(case)
         generator = torch.Generator().manual_seed(1)
@@ -84,7 +95,7 @@ class Scan:
         self.slots = slot_count(self.B, self.T, self.N, C, run.packed)
         self.places = place_count(self.slots, self.N, run.L) if run.L else self.N
         if run.packed:
-            starts = [0, *accumulate(LENGTHS)]
+            starts = [0, *accumulate(run.lengths)]
             for x in (self.q, self.k, self.v, self.do, self.g, self.beta):
                 x[:, starts[NAN_SEQUENCE] : starts[NAN_SEQUENCE + 1]] = math.nan
                 x[:, starts[-1] :] = math.nan
@@ -100,7 +111,7 @@ class Scan:
     def launch(self, template: str, *arguments: Any, **problem: Any) -> None:
         module = importlib.import_module(f"qla_jit.kernel_templates.{template}")
         known = dict(
-            H=H, HV=HV, K=K, V=V, C=C, dtype="bfloat16", packed=self.run.packed, index_dtype="int32", gate_dtype="float32",
+            H=H, HV=HV, K=K, V=self.V, C=C, dtype="bfloat16", packed=self.run.packed, index_dtype="int32", gate_dtype="float32",
             gate_in_kernel=self.run.in_kernel, has_dt_bias=self.run.in_kernel, state_v_first=self.run.v_first,
             split=self.run.L > 0, initial_state_dtype="float32" if self.run.ends and not self.run.L else None, **problem,
         )  # fmt: skip
@@ -129,6 +140,10 @@ class Scan:
     def nan(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.full(shape, math.nan, dtype=dtype)
 
+    def nan_states(self) -> torch.Tensor:
+        """Of sequences."""
+        return self.nan(self.N, HV, *((self.V, K) if self.run.v_first else (K, self.V)), dtype=torch.float32)
+
     @cached_property
     def gated(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums of gates, and Gamma o Ab, in float64."""
@@ -137,7 +152,7 @@ class Scan:
     @cached_property
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The state in front of each chunk, transposed, and V_new, in float64."""
-        states, v_new = self.nan(self.slots, HV, V, K).double(), self.nan(self.slots, HV, C, V).double()
+        states, v_new = self.nan(self.slots, HV, self.V, K).double(), self.nan(self.slots, HV, C, self.V).double()
         g_sum, A = self.gated
         self.kernels.state_scan(self.k.double(), self.v.double(), A, g_sum, None, self.h0, states.mT, v_new, None)
         return states, v_new
@@ -145,7 +160,7 @@ class Scan:
     @cached_property
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradient of the state behind each chunk, transposed, of V, and of the initial state, in float64."""
-        states, dv = self.nan(self.slots, HV, V, K).double(), self.nan(*self.v.shape).double()
+        states, dv = self.nan(self.slots, HV, self.V, K).double(), self.nan(*self.v.shape).double()
         dh0 = None if self.h0 is None else torch.empty_like(self.h0).double()
         g_sum, A = self.gated
         q, k, do = (x.double() for x in (self.q, self.k, self.do))
@@ -156,7 +171,7 @@ class Scan:
         """What a scan begins with: that of sequences, or of segments that of their first or last chunk."""
         if not self.run.L:
             return of_sequences
-        found = self.nan(self.places, HV, V, K, dtype=torch.float32)
+        found = self.nan(self.places, HV, self.V, K, dtype=torch.float32)
         for segment in self.kernels.segments(self.run.L):
             for head in range(HV):
                 if segment.chunks:
@@ -207,7 +222,7 @@ SCANS = [
     Run(gates="open", v_first=True),
     Run(gates="reset"),
     Run(gates="decaying", ends=False),
-    Run(packed=False, in_kernel=True),
+    Run(V=256, lengths=(65, 65), packed=False, in_kernel=True),
     Run(gates="reset", L=1),
     Run(L=2, config=FEW_STAGES),
 ]
@@ -216,7 +231,7 @@ SCANS = [
 @pytest.mark.parametrize("run", SCANS, ids=str)
 def test_register_state_forward(run: Run) -> None:
     scan = Scan(run)
-    o, final_state = torch.full_like(scan.v, math.nan), scan.nan(scan.N, HV, K, V, dtype=torch.float32)
+    o, final_state = torch.full_like(scan.v, math.nan), scan.nan_states()
     scan.launch(
         "register_state_forward", scan.q, scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), o, final_state, SCALE,
         math.log2(SCALE), run.L, BLOCKS, has_final_state=True,
@@ -230,7 +245,7 @@ def test_register_state_forward(run: Run) -> None:
 @pytest.mark.parametrize("run", SCANS, ids=str)
 def test_register_state_scan(run: Run) -> None:
     scan = Scan(run)
-    states, v_new = scan.nan(scan.slots, HV, V, K), scan.nan(scan.slots, HV, C, V)
+    states, v_new = scan.nan(scan.slots, HV, run.V, K), scan.nan(scan.slots, HV, C, run.V)
     scan.launch(
         "register_state_scan", scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), states, v_new, run.L, BLOCKS
     )
@@ -242,8 +257,8 @@ def test_register_state_scan(run: Run) -> None:
 @pytest.mark.parametrize("run", SCANS, ids=str)
 def test_register_gradient_scan(run: Run) -> None:
     scan = Scan(run)
-    states, dv = scan.nan(scan.slots, HV, V, K), torch.full_like(scan.v, math.nan)
-    dh0 = scan.nan(scan.N, HV, K, V, dtype=torch.float32) if run.ends else None
+    states, dv = scan.nan(scan.slots, HV, run.V, K), torch.full_like(scan.v, math.nan)
+    dh0 = scan.nan_states() if run.ends else None
     scan.launch(
         "register_gradient_scan", scan.q, scan.k, scan.do, scan.Ab, *scan.gates, scan.final_gradients(), states, dv, dh0, None,
         SCALE, math.log2(SCALE), run.L, BLOCKS, has_final_state_gradient=run.ends and not run.L, has_initial_state=run.ends,
@@ -265,7 +280,7 @@ SPLIT = [Run(L=1), Run("reset", L=2, ends=False), Run("open", L=1, v_first=True,
 def test_gradients_that_segments_add(run: Run, warm: int) -> None:
     """Of register_gradient_scan with transfers_only; the second head forgets, if warm chunks are given."""
     scan = Scan(run)
-    warm_chunks, own = scan.warm_chunks(warm), scan.nan(scan.places, HV, V, K, dtype=torch.float32)
+    warm_chunks, own = scan.warm_chunks(warm), scan.nan(scan.places, HV, run.V, K, dtype=torch.float32)
     expected = torch.full_like(own, math.nan).double()
     q, k, do = (x.double() for x in (scan.q, scan.k, scan.do))
     for segment in scan.kernels.segments(run.L):
@@ -273,7 +288,7 @@ def test_gradients_that_segments_add(run: Run, warm: int) -> None:
             warm = warm_chunks[segment.place, head]
             forgets = warm >= 0
             begins = segment.is_last and run.ends and not forgets
-            dS = scan.kernels.k_first(scan.dht[segment.sequence, head]) if begins else torch.zeros(K, V).double()
+            dS = scan.kernels.k_first(scan.dht[segment.sequence, head]) if begins else torch.zeros(K, run.V).double()
             chunks = segment.chunks[:warm] if forgets else segment.chunks
             g_sum, A = scan.gated
             expected[segment.place, head] = scan.kernels.gradient_in_front(dS, chunks, head, 0, q, k, do, A, g_sum, SCALE).mT
@@ -289,20 +304,20 @@ def test_gradients_that_segments_add(run: Run, warm: int) -> None:
 def test_segment_scan(run: Run, warm: int) -> None:
     """The second head forgets, if warm chunks are given."""
     scan = Scan(run)
-    warm_chunks, transfers = scan.warm_chunks(warm), scan.nan(scan.places, HV, V + K, K, dtype=torch.float32)
+    warm_chunks, transfers = scan.warm_chunks(warm), scan.nan(scan.places, HV, run.V + K, K, dtype=torch.float32)
     expected = torch.full_like(transfers, math.nan).double()
     k, v, (g_sum, A) = scan.k.double(), scan.v.double(), scan.gated
     for segment in scan.kernels.segments(run.L):
         for head in range(HV) if not segment.is_last else ():
             warm = warm_chunks[segment.place, head]
             chunks = segment.chunks[-warm:] if warm >= 0 else segment.chunks
-            added = scan.kernels.state_behind(torch.zeros(K, V).double(), chunks, head, 0, k, v, A, g_sum)
-            expected[segment.place, head, :V] = added.mT
+            added = scan.kernels.state_behind(torch.zeros(K, run.V).double(), chunks, head, 0, k, v, A, g_sum)
+            expected[segment.place, head, :run.V] = added.mT
             if warm < 0:
                 kept = scan.kernels.state_behind(torch.eye(K).double(), chunks, head, 0, k, torch.zeros_like(v), A, g_sum)
-                expected[segment.place, head, V:] = kept.mT
+                expected[segment.place, head, run.V:] = kept.mT
     scan.launch("segment_scan", scan.k, scan.v, scan.Ab, *scan.gates, warm_chunks, transfers, run.L, BLOCKS)
-    for part in (slice(0, V), slice(V, V + K)):
+    for part in (slice(0, run.V), slice(run.V, run.V + K)):
         check_places(transfers[:, :, part], expected[:, :, part], 3e-3)
 
 
@@ -315,7 +330,13 @@ def check_places(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> 
 
 @pytest.mark.parametrize(
     "run",
-    [Run(), Run("open"), Run("reset"), Run("decaying", packed=False), Run(config=(("key_stages", 1), ("value_stages", 2)))],
+    [
+        Run(),
+        Run("open"),
+        Run("reset"),
+        Run("decaying", lengths=(130, 130), packed=False),
+        Run(config=(("key_stages", 1), ("value_stages", 2))),
+    ],
     ids=str,
 )
 def test_warpgroup_gradients(run: Run) -> None:
@@ -332,3 +353,66 @@ def test_warpgroup_gradients(run: Run) -> None:
     for actual, exact, bound in zip(found, expected, (3e-3, 3e-3, 5e-4, 4.5e-3), strict=True):
         scan.check("tokens", bound, actual, exact)
         scan.check_tail(actual)
+
+
+FEW_CHUNKS = Run(lengths=(70, 0, 3))
+KERNELS = {
+    "forward": lambda: test_register_state_forward(FEW_CHUNKS),
+    "states": lambda: test_register_state_scan(FEW_CHUNKS),
+    "gradients": lambda: test_register_gradient_scan(FEW_CHUNKS),
+    "transfers": lambda: test_segment_scan(replace(FEW_CHUNKS, L=1), -1),
+    "chunk_gradients": lambda: test_warpgroup_gradients(FEW_CHUNKS),
+}
+ROW_BYTES, PIECE_BYTES = 128, 16         # of a swizzled tile
+
+# (kernel, helper, one of its arguments, what becomes of that)
+FAULTS = [
+    ("forward", "qla_load_rows", 2, lambda distance: 0),
+    ("forward", "qla_load_first_columns", 1, lambda source: moved(source, 1)),
+    ("forward", "qla_lower_triangle", 3, lambda diagonal: 0 * diagonal),
+    ("forward", "qla_decay_and_store", 5, lambda log2_scale: log2_scale + 0.05),
+    ("forward", "qla_zero_rows", 1, lambda first: first + 1),
+    ("forward", "qla_store_first_rows", 3, lambda rows: rows - 1),
+    ("states", "qla_store_transposed", 2, lambda offset: offset ^ PIECE_BYTES),
+    ("states", "qla_load_tile", 2, lambda offset: offset ^ ROW_BYTES),
+    ("gradients", "qla_decay_and_store", 6, lambda warp: warp + 1),
+    ("gradients", "qla_scale_columns", 2, lambda source: moved(source, 1)),
+    ("gradients", "qla_load_transposed", 2, lambda offset: offset ^ PIECE_BYTES),
+    ("transfers", "qla_scale_rows_and_store", 1, lambda tile: moved(tile, 64)),
+    ("chunk_gradients", "qla_score_gradient", 6, lambda strict: 0),
+    ("chunk_gradients", "qla_gate_gradient", 3, lambda valid: valid - 1),
+]
+
+
+def moved(pointer: emulation.Pointer, columns: int) -> emulation.Pointer:
+    *rows, column = pointer.index
+    pointer.index = (*rows, (column + columns) % pointer.array.shape[-1])
+    return pointer
+
+
+@pytest.mark.parametrize(("kernel", "helper", "argument", "change"), FAULTS, ids=["-".join(map(str, x[:3])) for x in FAULTS])
+def test_a_fault_is_seen(
+    kernel: str, helper: str, argument: int, change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = emulation.HELPERS if helper in emulation.HELPERS else emulation.LANE_HELPERS
+    right = table[helper]
+
+    def wrong(*args: Any) -> None:
+        at = argument + (table is emulation.LANE_HELPERS)
+        right(*args[:at], change(args[at]), *args[at + 1 :])
+
+    monkeypatch.setitem(table, helper, wrong)
+    with pytest.raises(AssertionError):
+        KERNELS[kernel]()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_accumulator_that_is_not_waited_for_is_seen(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = emulation.Block.wait_products
+    monkeypatch.setattr(emulation.Block, "wait_products", lambda block, running: right(block, running + 1))
+    with pytest.raises(AssertionError, match="in flight"):
+        KERNELS[kernel]()
+
+
+def test_every_helper_has_a_twin() -> None:
+    assert {*emulation.HELPERS, *emulation.LANE_HELPERS} == {*protocol.HELPERS}
