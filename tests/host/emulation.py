@@ -486,7 +486,9 @@ def store_rows(rows: Pointer, to: Pointer) -> None:
 
 
 def store_columns(columns: Pointer, to: Pointer) -> None:
-    sums = columns.registers(16).reshape(4, 8, 4, 16).sum(1)                     # [warp, lane, column]
+    own = columns.registers(16).reshape(4, 8, 4, 16)                             # [warp, lanes, lane, column]
+    sums = own.sum(1)
+    own[:] = sums[:, None]
     to.store(64 * np.arange(4)[:, None, None] + 2 * np.arange(4)[:, None] + COLUMN_PAIRS, sums)
 
 
