@@ -37,14 +37,14 @@ def rounded(values: Any, dtype: str) -> np.ndarray:
     return values.astype(NUMPY[dtype], copy=False)
 
 
-# Values.
+# Values. What differs from thread to thread, or from element to element of a parallel loop, is an array.
 
 
 class Expression(np.lib.mixins.NDArrayOperatorsMixin):
-    """A value that differs from thread to thread, or from element to element of a parallel loop."""
+    """What may be calculated with, and asked by `if`."""
 
     value: np.ndarray
-    loop: Loop | None
+    loop: Loop | None                    # whose elements it differs in
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None) -> Any:
         loop = next((x.loop for x in inputs if isinstance(x, Expression) and x.loop is not None), None)
@@ -121,7 +121,7 @@ class Loop:
         return bool(chosen.any())
 
 
-# Memory.
+# Memory. bfloat16 is kept in float32, and rounded when it is written.
 
 
 class Array:
@@ -530,9 +530,9 @@ def scan64(agent: Agent, x: Pointer) -> None:
 
 
 def gate_gradient(agent: Agent, dg: Pointer, sums: Pointer, last_gamma: float, valid: int) -> None:
-    by_row, *by_column, _diagonal, queries, keys, keys_state, overlap = sums.load(np.arange(640)).reshape(10, 64)
+    z_rows, *z_columns, _diagonal, queries, keys, keys_state, overlap = sums.load(np.arange(640)).reshape(10, 64)
     inside = np.arange(64) < valid
-    d = np.where(inside, by_row - sum(by_column) + queries + keys, 0)
+    d = np.where(inside, z_rows - sum(z_columns) + queries + keys, 0)
     at_end = keys_state[inside].sum() + last_gamma * overlap[:4].sum()
     dg.registers(2)[0] = (d[::-1].cumsum()[::-1] + at_end)[[agent.lane, agent.lane + 32]]
 

@@ -176,6 +176,8 @@ class Scan:
             for head in range(HV):
                 if segment.chunks:
                     found[segment.place, head] = of_chunks[segment.chunks[chunk][0], head]
+                elif of_sequences is None:
+                    found[segment.place, head] = 0
                 else:
                     found[segment.place, head] = self.kernels.k_first(of_sequences[segment.sequence, head]).mT
         return found
