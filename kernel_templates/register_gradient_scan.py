@@ -262,6 +262,8 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             wait_full(tiles.barriers, "q", config.key_stages, i)
             T.wgmma_gemm(decayed, tiles.q[key_stage, :, :], state, policy=rows_policy)
             T.wait_wgmma(1)              # K dS' is there
+            if not problem.transfers_only:
+                T.barrier_arrive(tiles.barriers["s_full"][half])
             signal(tiles.barriers, "do_free", 2, i)
             to_registers(ROWS, C, u, u_registers)
             T.call_extern(
@@ -287,8 +289,9 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             if not problem.transfers_only:
                 T.barrier_wait(tiles.barriers["dw_free"][half], (i + 1) % 2)
                 store_transposed(dw_registers, tiles.dw, half, lane_offset)
-                T.barrier_arrive(tiles.barriers["dw_full"][half])
             T.wait_wgmma(0)
+            if not problem.transfers_only:
+                T.barrier_arrive(tiles.barriers["dw_full"][half])        # not at once: as emit_state says
             T.copy(state, operand)
             signal(tiles.barriers, "k_free", config.key_stages, i)
             i = i + 1

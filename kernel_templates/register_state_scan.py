@@ -183,8 +183,6 @@ def hold_state(config, walk, tiles, thread, initial_state):
             T.wgmma_gemm(operand, tiles.k[i % config.key_stages, :, :], u, transpose_B=True, clear_accum=True, policy=rows_policy)
             # V_new of chunk i - 1 while K S runs; in the first round of an item nonsense that nobody is told of.
             emit_values(tiles, "v_new", half, (i + T.if_then_else(j > 0, 0, 1)) % 2, v_new, new_registers, lane_offset)
-            if j > 0:
-                T.barrier_arrive(tiles.barriers["v_new_full"][half])
             emit_state(tiles, half, (i + 1) % 2, state, s_registers, row_offset, state_scale[1])
             wait_full(tiles.barriers, "products", config.product_stages, i)
             gate_stage = i % GATE_STAGES
@@ -195,6 +193,9 @@ def hold_state(config, walk, tiles, thread, initial_state):
             if state_scale[0] != 1.0:
                 scale_state(state, state_scale, 0)
             T.wait_wgmma(0)
+            if j > 0:
+                T.barrier_arrive(tiles.barriers["v_new_full"][half])     # not at once: as emit_state says
+            T.barrier_arrive(tiles.barriers["s_full"][half])
             signal(tiles.barriers, "v_free", 2, i)
             signal(tiles.barriers, "k_free", config.key_stages, i)
             values_minus_decayed(C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w)
@@ -209,6 +210,7 @@ def hold_state(config, walk, tiles, thread, initial_state):
             signal(tiles.barriers, "products_free", config.product_stages, i)
             i = i + 1
         emit_values(tiles, "v_new", half, (i + T.if_then_else(chunks > 0, 0, 1)) % 2, v_new, new_registers, lane_offset)
+        T.fence_proxy_async()            # once an item, where no product gives the stores time
         if chunks > 0:
             T.barrier_arrive(tiles.barriers["v_new_full"][half])
 

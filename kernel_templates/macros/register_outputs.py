@@ -75,7 +75,8 @@ def decay_inverse(tiles, stage, product_stage, registers, lane_offset, row_facto
 
 @macro
 def emit_state(tiles, half, parity, state, registers, lane_offset, factor):
-    # the state as it is before a chunk, once the store of the one before has read the tiles
+    # The state as it is before a chunk, once the store of the one before has read the tiles. Who calls this arrives at s_full
+    # where the matrix stores have long landed, behind a product: see docs/tilelang.md.
     to_registers(ROWS, 2 * HALF, state, registers)
     T.barrier_wait(tiles.barriers["s_free"][half], parity)
     for part in T.unroll(2):
@@ -83,7 +84,6 @@ def emit_state(tiles, half, parity, state, registers, lane_offset, factor):
             "handle", "qla_store_scaled", T.address_of(registers[part * 32]),
             T.access_ptr(tiles.s[2 * half + part, 0, 0], "r", HALF * HALF), lane_offset, factor,
         )  # fmt: skip
-    T.barrier_arrive(tiles.barriers["s_full"][half])
 
 
 @macro

@@ -44,6 +44,7 @@ LENGTHS = [(640,), (70, 0, 64, 1, 450)]
 IMPLIED = {
     "forward": {("warp 15", "fence", None)},
     "forward-split": {("warp 15", "fence", None)},
+    "states": {("state 0", "fence", None), ("state 1", "fence", None)},
     "gradients": {
         ("state 0", "wait", "q_full"), ("state 1", "wait", "q_full"), ("aux", "wait", "products_free"),
         ("warp 12", "wait", "q_free"),
@@ -54,7 +55,7 @@ IMPLIED = {
         ("warp 12", "fence", None), ("warp 15", "wait", "gates_free"),
     },
 }  # fmt: skip
-IMPLIED["gradients-split"] = IMPLIED["gradients"]
+IMPLIED |= {"states-split": IMPLIED["states"], "gradients-split": IMPLIED["gradients"]}
 
 
 def configs(kernel: str) -> Iterator[dict[str, Any]]:
