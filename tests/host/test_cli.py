@@ -512,11 +512,11 @@ def test_the_page_for_operators_is_right_about_the_options_and_the_kernels_that_
     options = options_of(typer.main.get_command(cli.app))
     ours = "\n".join(line for line in page.splitlines() if not re.search(r"SBATCH|srun|COPY --from|--read-only --user", line))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ours)) <= options
-    counts = [int(count) for count in re.search(r"default\nis (\d+) kernels\..* is (\d+)\.", page).groups()]
+    told = re.search(r"default\nis (\d+) kernels, (\d+) with gradients, .* is (\d+)\.", page, re.DOTALL)
     build = ["build", *GPU_OPTIONS, "--model", "qwen3.5-27b", "--tp", "2", "--out", places / "out"]
-    run(*build)
-    run(*build, *re.search(r"`(--packed .*?)`, as an inference", page)[1].split())
-    assert [len(requests) for requests in bundles.requests] == counts
+    for options in ([], ["--backward"], re.search(r"`(--packed .*?)`, as an inference", page)[1].split()):
+        run(*build, *options)
+    assert [len(requests) for requests in bundles.requests] == [int(count) for count in told.groups()]
 
 
 @pytest.mark.parametrize(
