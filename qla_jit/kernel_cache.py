@@ -44,10 +44,11 @@ class CacheStats:
     load_seconds: float = 0.0            # finding, checking and loading entries on disk
 
 
-_mutex = threading.Lock()                # guards the three below
+_mutex = threading.Lock()                # guards the four below
 _memory: dict[CompileRequest, LoadedKernel] = {}
 _in_flight: dict[CompileRequest, Future[LoadedKernel]] = {}
 _stats = CacheStats()
+_told: set[str] = set()
 
 
 def get(requests: Sequence[CompileRequest]) -> list[LoadedKernel]:
@@ -256,8 +257,11 @@ def _forget_the_parents_work() -> None:
 os.register_at_fork(after_in_child=_forget_the_parents_work)
 
 
-@functools.cache
 def _tell_once(message: str) -> None:
+    with _mutex:
+        if message in _told:
+            return
+        _told.add(message)
     logger.info(message)
 
 

@@ -629,7 +629,7 @@ def test_a_killed_owner_leaves_no_lock_behind(compiled, marks):
 def test_a_lock_that_is_never_released_is_waited_for_no_longer_than_a_compilation_may_take(compiled, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "qla_jit")
     monkeypatch.setenv("QLA_JIT_COMPILE_TIMEOUT", "0.4")
-    kernel_cache._tell_once.cache_clear()
+    kernel_cache._told.clear()
     requests = [request(threads=32), request(threads=64)]
     with contextlib.ExitStack() as others:
         for asked in requests:
