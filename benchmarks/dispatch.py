@@ -47,10 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/dispatch.py times kernels on a GPU, and torch sees none here.")
     out, gpu = options.out or results.default_path("dispatch.json"), gpu_info(torch.device("cuda", 0))
-    document = results.load(out) | {
-        "gpu": results.gpu_name(), "versions": results.versions(), "commit": options.commit, "date": results.now(),
-        "protocol": PROTOCOL + GATES["mixed"],
-    }  # fmt: skip
+    document = results.begun(out, commit=options.commit, protocol=PROTOCOL + GATES["mixed"])
     budget = Budget(options.budget_seconds)
     for position, row in enumerate(options.rows):
         try:

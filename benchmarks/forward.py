@@ -61,19 +61,10 @@ def measure_table(
         print(f"not installed, left out: {', '.join(absent)}")
 
     out = options.out or results.default_path(f"{op}.json" if options.gates == "mixed" else f"{op}_{options.gates}.json")
-    earlier, gpu = results.load(out), results.gpu_name()
-    if earlier.get("gpu", gpu) != gpu:
-        sys.exit(f"{out} holds the numbers of another GPU, {earlier['gpu']}, and this is {gpu}: pass another --out.")
-    versions = results.versions(system.distribution for system in known_systems)
-    document = {
-        "gpu": gpu,
-        # A library that is not installed now may have numbers of an earlier run in the file.
-        "versions": {name: version or earlier.get("versions", {}).get(name) for name, version in versions.items()},
-        "commit": options.commit,
-        "date": results.now(),
-        "protocol": PROTOCOL + GATES[options.gates] + explained,
-        "rows": earlier["rows"],
-    }
+    document = results.begun(
+        out, commit=options.commit, protocol=PROTOCOL + GATES[options.gates] + explained,
+        distributions=(system.distribution for system in known_systems),
+    )  # fmt: skip
     budget = Budget(options.budget_seconds)
     missing = run(
         options.rows, document,

@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -74,6 +75,22 @@ def versions(distributions: Iterable[str] = ()) -> dict[str, str | None]:
 def load(path: Path) -> dict[str, Any]:
     """The document at `path`, or an empty one."""
     return json.loads(path.read_text()) if path.exists() else {"rows": []}
+
+
+def begun(path: Path, *, commit: str, protocol: str, distributions: Iterable[str] = ()) -> dict[str, Any]:
+    """The document at `path`, or an empty one, with what this run is. It ends the process if the numbers are another GPU's."""
+    earlier, gpu = load(path), gpu_name()
+    if earlier.get("gpu", gpu) != gpu:
+        sys.exit(f"{path} holds the numbers of another GPU, {earlier['gpu']}, and this is {gpu}: pass another --out.")
+    return {
+        "gpu": gpu,
+        # A library that is not installed now may have numbers of an earlier run in the file.
+        "versions": {name: found or earlier.get("versions", {}).get(name) for name, found in versions(distributions).items()},
+        "commit": commit,
+        "date": now(),
+        "protocol": protocol,
+        "rows": earlier["rows"],
+    }
 
 
 def save(path: Path, document: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ import results
 import torch
 from systems import SYSTEMS, System
 from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms, peak_bytes
-from workload import GATES, Inputs, Row, make_inputs, rotated_inputs
+from workload import GATES, Inputs, Row, rotated_inputs
 
 PARTS = ("tokens", "lengths")
 TOKENS_HEADS, LENGTHS_HEADS = (8, 32), (2, 8)
@@ -35,10 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit("benchmarks/scaling.py times kernels on a GPU, and torch sees none here.")
     systems = [system for system in SYSTEMS if system.name in options.systems and system.installed]
     out, budget = options.out or results.default_path("scaling.json"), Budget(options.budget_seconds)
-    document = results.load(out) | {
-        "gpu": results.gpu_name(), "versions": results.versions(system.distribution for system in systems),
-        "commit": options.commit, "date": results.now(), "protocol": PROTOCOL + GATES["mixed"],
-    }  # fmt: skip
+    document = results.begun(
+        out, commit=options.commit, protocol=PROTOCOL + GATES["mixed"], distributions=(system.distribution for system in SYSTEMS)
+    )
     todo = [("tokens", T) for T in TOKENS if "tokens" in options.parts]
     todo += [("lengths", length) for length in LENGTHS if "lengths" in options.parts]
     for part, size in todo:
@@ -89,9 +88,8 @@ def short_sequences(length: int) -> dict[str, Any]:
     """Nanoseconds a token of qla_jit."""
     row = Row(*LENGTHS_HEADS, (length,) * (TOKENS_OF_LENGTHS // length))
     cache_bytes = torch.cuda.get_device_properties().L2_cache_size
-    first = make_inputs(in_one_sequence(row), device="cuda")
-    sets = -(-2 * cache_bytes // first.bytes)
-    inputs = [packed_in(make_inputs(in_one_sequence(row), device="cuda", seed=seed), row) for seed in range(sets)]
+    sets = rotated_inputs(in_one_sequence(row), device="cuda", bytes_at_least=2 * cache_bytes)
+    inputs = [packed_in(x, row) for x in sets]
     ms = interleaved_ms({"qla_jit": graph_of([stateless_call(x) for x in inputs])})["qla_jit"]
     return {"ns_per_token": round(1e6 * ms / sum(row.seqlens), 3)}
 

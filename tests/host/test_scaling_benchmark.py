@@ -8,15 +8,13 @@ from scripts import script
 
 from qla_jit import reference
 
-scaling, systems = map(script, ("scaling", "systems"))
+scaling, systems, workload = map(script, ("scaling", "systems", "workload"))
 
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
     """Both parts with the GPU's part replaced."""
-    make_inputs = scaling.make_inputs
-    monkeypatch.setattr(scaling, "make_inputs", lambda row, **options: make_inputs(row, **options | {"device": "cpu"}))
-    monkeypatch.setattr(scaling, "rotated_inputs", lambda row, **_: [make_inputs(row, device="cpu")])
+    monkeypatch.setattr(scaling, "rotated_inputs", lambda row, **_: [workload.make_inputs(row, device="cpu")])
     monkeypatch.setattr(scaling, "graph_of", lambda calls: (len(calls), 5))
     monkeypatch.setattr(scaling, "interleaved_ms", lambda graphs: dict.fromkeys(graphs, 0.5))
     monkeypatch.setattr(scaling, "peak_bytes", lambda call: 1000)
@@ -39,7 +37,7 @@ def test_ratios_follow_when_the_neighbour_is_measured():
 
 def test_short_sequences_are_the_same_tokens_cut_differently(on_the_cpu):
     assert scaling.short_sequences(100) == {"ns_per_token": round(0.5e6 / 4000, 3)}
-    x = scaling.packed_in(scaling.make_inputs(scaling.Row(2, 8, (200,)), device="cpu"), scaling.Row(2, 8, (100, 100)))
+    x = scaling.packed_in(workload.make_inputs(scaling.Row(2, 8, (200,)), device="cpu"), scaling.Row(2, 8, (100, 100)))
     expected, _ = reference.recurrent_gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, cu_seqlens=torch.tensor([0, 100, 200]))
     assert torch.allclose(scaling.stateless_call(x)().float(), expected, atol=1e-2)
 
