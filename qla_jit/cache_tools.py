@@ -99,7 +99,9 @@ def remove(kernels: Iterable[CachedKernel], directory: Path) -> list[Removed]:
     Raises:
         EnvironmentUnsuitable: the directory cannot be written.
     """
-    removed = []
+    kernels, removed = list(kernels), []
+    if not kernels:                                          # then a staging/ made here would only be in a builder's way
+        return removed
     staging = directory / "staging"
     with _trouble(directory, "changed"):
         has_staging = staging.exists()                       # a bundle has none
@@ -108,7 +110,8 @@ def remove(kernels: Iterable[CachedKernel], directory: Path) -> list[Removed]:
             if _take_out(kernel.path, staging):
                 removed.append(Removed(kernel.path, kernel.bytes))
         if not has_staging:
-            staging.rmdir()
+            with contextlib.suppress(OSError):               # another process uses it by now
+                staging.rmdir()
     return removed
 
 

@@ -6,6 +6,7 @@ results differ in their last bits between ranks that must agree, and one rank co
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import hashlib
 import json
@@ -109,9 +110,11 @@ class _Gather:
     def equal_sizes(self, data: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         theirs = [torch.empty_like(mine) for _ in self.ranks]
+        work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
         try:
-            dist.all_gather(theirs, mine, group=self._group, async_op=True).wait(self._timeout)
+            work.wait(self._timeout)
         except RuntimeError as error:
+            _never_free(work)
             raise EnvironmentUnsuitable(
                 f"rank {dist.get_rank()} waited {self._timeout.total_seconds():g} s for the dispatch tables of ranks "
                 f"{', '.join(map(str, self.ranks))}, and not all came: {str(error).splitlines()[0]}; each of them must call "
@@ -123,6 +126,15 @@ class _Gather:
         sizes = [int.from_bytes(size, "little") for size in self.equal_sizes(len(data).to_bytes(8, "little"))]
         padded = self.equal_sizes(data.ljust(max(sizes), b"\0"))
         return [text[:size] for text, size in zip(padded, sizes, strict=True)]
+
+
+def _never_free(work: dist.Work) -> None:
+    """Leak a collective that was given up.
+
+    gloo's thread would free it with its tensors once the others' connections close, for which it needs the interpreter: in a
+    process that was ending by then it aborted, as 1 in 10 did.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
 
 def _canonical(table: Mapping[str, str]) -> bytes:

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import records
@@ -239,6 +240,22 @@ def test_a_reader_that_was_overtaken_by_prune_sees_no_damage(cache):
     assert cache_tools.damage(kernel.path) is None
 
 
+def test_prune_leaves_a_staging_directory_that_others_began_to_use(cache, monkeypatch):
+    put(cache)
+    kernels = cache_tools.cached_kernels(cache)
+    assert cache_tools.remove([], cache) == []
+    assert not (cache / "staging").exists()
+    take_out = cache_tools._take_out
+
+    def take_out_beside_a_builder(entry, staging):
+        (staging / "in-flight").mkdir()
+        return take_out(entry, staging)
+
+    monkeypatch.setattr(cache_tools, "_take_out", take_out_beside_a_builder)
+    assert len(cache_tools.remove(kernels, cache)) == 1
+    assert os.listdir(cache / "staging") == ["in-flight"]
+
+
 @needs_nvcc
 def test_a_kernel_that_was_pruned_is_still_loaded_and_who_comes_later_misses_it(cache):
     key = key_of(request())
@@ -265,13 +282,13 @@ def test_readers_and_builders_meet_no_damage_while_a_prune_never_stops(cache, ca
             if found[-1] is None:
                 kernel_store.store(built(), key)
 
-    pruner, readers = threading.Thread(target=prune), [threading.Thread(target=read_or_build) for _ in range(3)]
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        pruner, *readers = [threads.submit(what) for what in (prune, *[read_or_build] * 3)]
+        wait(readers)
+        assert not pruner.done()
+        ended.set()
     for thread in (pruner, *readers):
-        thread.start()
-    for reader in readers:
-        reader.join()
-    ended.set()
-    pruner.join()
+        thread.result()
     assert len(found) == 120
     assert caplog.text == ""
     assert not (cache / "quarantine").exists()
