@@ -196,6 +196,7 @@ def test_stop_all_ends_a_compilation_in_another_thread(tmp_path):
 
 # Sends a signal to a process that compiles three kernels which hang, once its compilers run.
 ASK_FOR_WHAT_HANGS = f"""
+import signal; signal.signal(signal.SIGINT, signal.default_int_handler)          # a shell's background jobs ignore it
 import sys; sys.path.insert(0, {str(Path(tiny_template.__file__).parent)!r})
 from tiny_template import request
 from qla_jit import kernel_cache
