@@ -287,8 +287,8 @@ def test_readers_and_builders_meet_no_damage_while_a_prune_never_stops(cache, ca
         wait(readers)
         assert not pruner.done()
         ended.set()
-    for thread in (pruner, *readers):
-        thread.result()
+    for future in (pruner, *readers):
+        future.result()
     assert len(found) == 120
     assert caplog.text == ""
     assert not (cache / "quarantine").exists()

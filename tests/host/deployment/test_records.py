@@ -122,16 +122,14 @@ def test_a_record_that_was_kept_outlives_a_kill(node):
                 told.write(b".")                 # one a record: whenever the kill comes, they can be counted
 
     for milliseconds in (40, 55, 80, 120):
+        acknowledged.write_bytes(b"")
         process = node.start(keep_newer_and_newer)
         time.sleep(milliseconds / 1000)
         os.kill(process.pid, signal.SIGKILL)
         assert process.outcome().signal == signal.SIGKILL
         days = node.run(lambda: [(r.provenance.recorded - records.DAY).days for r in user_records()])
         assert days.warnings == []
-        if acknowledged.exists():
-            if told := acknowledged.stat().st_size:
-                assert days.answer[0] >= told
-            acknowledged.unlink()
+        assert max(days.answer, default=0) >= acknowledged.stat().st_size
         shutil.rmtree(node.cache, ignore_errors=True)
 
 
