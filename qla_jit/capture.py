@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import math
 import os
 import platform
@@ -25,6 +24,7 @@ import torch
 from pydantic import Field, PositiveInt, ValidationError
 
 from .errors import RecordError
+from .once import warn_once
 from .ops.inputs import CallInputs
 from .ops.plan import Extents
 from .select import bucket, extents_of
@@ -37,7 +37,6 @@ LOWEST_GATE = -1e4                       # as the kernels take it: this and ever
 FLUSH_SECONDS = 60.0
 MAX_FILE_BYTES = 16 << 20
 
-logger = logging.getLogger("qla_jit")
 
 Gate = Annotated[float, Field(ge=LOWEST_GATE)]
 
@@ -139,7 +138,7 @@ class Recorder:
             partial.write_text(text)
             partial.replace(self.path)
         except OSError as error:
-            _warn_once(f"calls cannot be counted in {self.path}: {error.strerror}. QLA_JIT_CAPTURE names the directory.")
+            warn_once(f"calls cannot be counted in {self.path}: {error.strerror}. QLA_JIT_CAPTURE names the directory.")
 
 
 def note(inputs: CallInputs) -> None:
@@ -226,8 +225,3 @@ def _load(path: Path) -> Workload:
         return Workload.model_validate_json(text)
     except ValidationError as error:
         raise RecordError(f"{path} is not a file of counted calls: {error.errors(include_url=False)[0]['msg']}") from None
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)

@@ -24,6 +24,7 @@ from .errors import CompileError, EnvironmentUnsuitable, KernelNotCachedError
 from .kernel_store import KernelKey
 from .launch import LoadedKernel, load
 from .node_locks import one_of
+from .once import first_time
 from .settings import settings
 from .templates import template_sources
 
@@ -44,11 +45,10 @@ class CacheStats:
     load_seconds: float = 0.0            # finding, checking and loading entries on disk
 
 
-_mutex = threading.Lock()                # guards the four below
+_mutex = threading.Lock()                # guards the three below
 _memory: dict[CompileRequest, LoadedKernel] = {}
 _in_flight: dict[CompileRequest, Future[LoadedKernel]] = {}
 _stats = CacheStats()
-_told: set[str] = set()
 
 
 def get(requests: Sequence[CompileRequest]) -> list[LoadedKernel]:
@@ -258,11 +258,8 @@ os.register_at_fork(after_in_child=_forget_the_parents_work)
 
 
 def _tell_once(message: str) -> None:
-    with _mutex:
-        if message in _told:
-            return
-        _told.add(message)
-    logger.info(message)
+    if first_time(message):
+        logger.info(message)
 
 
 def _not_cached(request: CompileRequest, key: KernelKey) -> str:

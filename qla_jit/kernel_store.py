@@ -37,6 +37,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from .cache_dir import bundle_dirs, cache_dirs, refusal, twice, writable_cache_dir
 from .compiler import ARTEFACTS
 from .launch import LoadedKernel, load
+from .once import first_time
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -45,7 +46,6 @@ MAX_MANIFEST_BYTES = 1 << 20
 DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, RuntimeError, ValueError)
 
 logger = logging.getLogger("qla_jit")
-_warned: set[Path] = set()
 
 
 class KernelKey(BaseModel):
@@ -388,8 +388,7 @@ def sync_directory(path: Path) -> None:
 
 def _warn_once(about: Path, message: str) -> None:
     """One warning about an entry or a directory; what comes after it is for those who look closer."""
-    logger.log(logging.INFO if about in _warned else logging.WARNING, message)
-    _warned.add(about)
+    logger.log(logging.WARNING if first_time("kernel_store", str(about)) else logging.INFO, message)
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:

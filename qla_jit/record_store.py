@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +27,7 @@ from diskcache.core import DBNAME, MODE_RAW
 from . import tuning_db
 from .cache_dir import bundle_dirs, refusal, writable_cache_dir
 from .errors import RecordError
+from .once import warn_once
 from .settings import settings
 from .tuning_records import Identity, Preference, Record, file_name, load, merge
 
@@ -36,7 +36,6 @@ Result = TypeVar("Result")
 
 BUSY_SECONDS = 10.0                      # how long another process may hold the database
 
-logger = logging.getLogger("qla_jit")
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def _read(cache: diskcache.Cache, key: str) -> Record | None:
         if record.identity.key() != key:
             raise RecordError(f"the record is of {record.identity}, not of what it is filed under")
     except RecordError as error:
-        _warn_once(f"a tuned record in {_user_directory()} is left out: {error}. `qla-tune prune` removes it.")
+        warn_once(f"a tuned record in {_user_directory()} is left out: {error}. `qla-tune prune` removes it.")
         return None
     return record
 
@@ -175,7 +174,7 @@ def _with_user_cache(use: Callable[[diskcache.Cache], Result], otherwise: Result
     try:
         return use(cache)
     except (OSError, sqlite3.Error, diskcache.Timeout) as error:
-        _warn_once(f"the tuned records in {_user_directory()} cannot be used: {error}")
+        warn_once(f"the tuned records in {_user_directory()} cannot be used: {error}")
         return otherwise
 
 
@@ -209,7 +208,7 @@ def _open(directory: Path) -> diskcache.Cache | None:
             )
         except Exception as error:       # diskcache trusts what it finds in a damaged database, and stumbles in many ways
             why = str(error)
-    _warn_once(f"the tuned records in {directory} cannot be used: {why}")
+    warn_once(f"the tuned records in {directory} cannot be used: {why}")
     return None
 
 
@@ -230,7 +229,7 @@ def _json_directories() -> list[tuple[Layer, Path]]:
     configured: list[tuple[Layer, Path]] = [("directory", path) for path in settings().db_path]
     for _, path in configured:
         if not os.path.isdir(path):
-            _warn_once(f"QLA_JIT_DB_PATH names {path}, which is not a directory that can be read")
+            warn_once(f"QLA_JIT_DB_PATH names {path}, which is not a directory that can be read")
     bundled: list[tuple[Layer, Path]] = [("directory", bundle / "records") for bundle in bundle_dirs()]
     return [*configured, *bundled, ("shipped", Path(tuning_db.__path__[0]))]
 
@@ -248,10 +247,5 @@ def _load(path: Path, mtime_ns: int, size: int) -> tuple[Record, ...]:
     try:
         return tuple(load(path))
     except RecordError as error:
-        _warn_once(f"tuned records are left out: {error}")
+        warn_once(f"tuned records are left out: {error}")
         return ()
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)

@@ -25,6 +25,7 @@ from .errors import InvalidConfigError
 from .interpolation import delaunay_weights
 from .kernel_templates.arch import Arch
 from .kernel_templates.contract import Rejection
+from .once import first_time
 from .ops.inputs import CallFacts, CallInputs
 from .ops.plan import BACKWARD, FORWARD, Extents, Step, Strategy, chunk_of_sizes, strategies_of
 from .record_store import Stored
@@ -455,13 +456,9 @@ def _rounded(value: int) -> int:
     return round(2 ** (round(BUCKETS_PER_OCTAVE * math.log2(value)) / BUCKETS_PER_OCTAVE))
 
 
-# Once a process and operation, and no warning: the defaults are verified, and a library that works is silent.
-_told: set[str] = set()
-
-
 def _tell_untuned(op: str, facts: CallFacts, extents: Extents | None, hardware: Hardware) -> None:
-    if op not in _told:
-        _told.add(op)
+    # Once a process and operation, and no warning: the defaults are verified, and a library that works is silent.
+    if first_time("untuned", op):
         logger.info(
             "%s runs with default configs: nothing was tuned for H=%d, HV=%d, K=%d, V=%d at this size on %s with %d SMs. "
             "To tune it: %s",

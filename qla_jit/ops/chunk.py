@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 
 import torch
 
+from ..once import first_time
 from . import fallback
 from .graphs import graph_break
 from .inputs import CPU_DTYPES, CallInputs, check_inputs, check_tensor, state_shape
@@ -266,10 +266,10 @@ def _forward(inputs: CallInputs) -> ForwardResult:
     return fallback.forward(inputs)
 
 
-@functools.cache                                 # once per process
 def _warn_slow_gradients() -> None:
-    warnings.warn(
-        "no kernel covers the gradients of this call of chunk_gated_delta_rule on this GPU; they come from the PyTorch "
-        "reference, which is much slower; for inference, call it under torch.no_grad()",
-        stacklevel=4,
-    )
+    if first_time("slow gradients"):
+        warnings.warn(
+            "no kernel covers the gradients of this call of chunk_gated_delta_rule on this GPU; they come from the PyTorch "
+            "reference, which is much slower; for inference, call it under torch.no_grad()",
+            stacklevel=4,
+        )

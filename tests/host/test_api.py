@@ -11,6 +11,7 @@ import torch
 from cases import GATES, Case, arguments, oracle, relative_l2
 
 import qla_jit
+from qla_jit import once
 from qla_jit.ops import chunk
 
 # Rounding o alone costs about this much; what is computed before is float32 or better.
@@ -217,7 +218,7 @@ def test_gradient_of_another_shape_is_refused(name, shape, expected):
 
 
 def test_slow_gradients_warn_once_per_process():
-    chunk._warn_slow_gradients.cache_clear()
+    once._said.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         chunk._warn_slow_gradients()

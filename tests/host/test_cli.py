@@ -13,7 +13,7 @@ import torch
 import typer
 from records import DEFAULT, H200, entry, negative, problem
 
-from qla_jit import bundle, cli, device, doctor, enumeration, record_store, select, tuning_db
+from qla_jit import bundle, cli, device, doctor, enumeration, once, record_store, tuning_db
 from qla_jit.bundle import Built
 from qla_jit.cli import deployment, options
 from qla_jit.device import GpuInfo
@@ -41,8 +41,7 @@ def places(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
     monkeypatch.setattr(options, "gpu_count", lambda: 1)
     monkeypatch.setattr(options, "gpu_info", lambda device: GpuInfo("NVIDIA H200", records.ARCH, H200.sm_count, H200.l2_bytes))
-    record_store._warn_once.cache_clear()
-    select._told.clear()
+    once._said.clear()
     yield tmp_path
     record_store._open.cache_clear()
 
@@ -514,8 +513,8 @@ def test_the_page_for_operators_is_right_about_the_options_and_the_kernels_that_
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ours)) <= options
     told = re.search(r"default\nis (\d+) kernels, (\d+) with gradients, .* is (\d+)\.", page, re.DOTALL)
     build = ["build", *GPU_OPTIONS, "--model", "qwen3.5-27b", "--tp", "2", "--out", places / "out"]
-    for options in ([], ["--backward"], re.search(r"`(--packed .*?)`, as an inference", page)[1].split()):
-        run(*build, *options)
+    for more in ([], ["--backward"], re.search(r"`(--packed .*?)`, as an inference", page)[1].split()):
+        run(*build, *more)
     assert [len(requests) for requests in bundles.requests] == [int(count) for count in told.groups()]
 
 

@@ -14,7 +14,7 @@ import pytest
 from fake_compiler import assert_launches, copied_not_compiled, entry_of, fresh_cache
 from tiny_template import built, needs_nvcc, request
 
-from qla_jit import compiler, kernel_cache, kernel_store, node_locks
+from qla_jit import compiler, kernel_cache, kernel_store, node_locks, once
 from qla_jit.errors import CompileError
 from qla_jit.kernel_cache import get, key_of
 
@@ -173,7 +173,7 @@ def test_a_killed_owner_leaves_no_lock_behind(compiled, marks):
 def test_a_lock_that_is_never_released_is_waited_for_no_longer_than_a_compilation_may_take(compiled, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "qla_jit")
     monkeypatch.setenv("QLA_JIT_COMPILE_TIMEOUT", "0.4")
-    kernel_cache._told.clear()
+    once._said.clear()
     requests = [request(threads=32), request(threads=64)]
     with contextlib.ExitStack() as others:
         for asked in requests:

@@ -11,7 +11,7 @@ import pytest
 import records
 from diskcache.core import MODE_BINARY, MODE_PICKLE, MODE_RAW, MODE_TEXT
 
-from qla_jit import record_store, tuning_db, tuning_records
+from qla_jit import once, record_store, tuning_db, tuning_records
 from qla_jit.errors import RecordError
 from qla_jit.record_store import delete_user_records, drop_unreadable, everything, find, save_user_records, user_records
 from qla_jit.tuning_records import Rigor
@@ -30,7 +30,7 @@ def places(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
     for name in ("first", "second", "shipped"):
         (tmp_path / name).mkdir()
-    record_store._warn_once.cache_clear()
+    once._said.clear()
     yield tmp_path
     record_store._open.cache_clear()
 

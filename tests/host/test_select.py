@@ -10,7 +10,7 @@ import records
 import torch
 from records import ARCH, DEFAULT, H200, NARROW, WIDE, entry, facts, one_sequence
 
-from qla_jit import record_store, select, tuning_db
+from qla_jit import once, record_store, select, tuning_db
 from qla_jit.errors import InvalidConfigError
 from qla_jit.kernel_templates import state_scan
 from qla_jit.ops import plan
@@ -31,8 +31,7 @@ def places(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning_db, "__path__", [str(tmp_path / "shipped")])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "directory").mkdir()
-    record_store._warn_once.cache_clear()
-    select._told.clear()
+    once._said.clear()
     yield tmp_path
     record_store._open.cache_clear()
 
