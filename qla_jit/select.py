@@ -177,7 +177,7 @@ def choose_backward(
 def requests_for_any_size(facts: CallFacts, arch: Arch, *, op: str = FORWARD) -> list[CompileRequest]:
     """The kernels that calls may need where nothing was tuned, whatever their sizes: so that no later size compiles."""
     facts, usable = _usable(op, facts, arch)
-    strategies = [strategy for strategy in usable.values() if strategy.held_back is None]
+    strategies = list(usable.values())
     first = max(number for number, strategy in enumerate(strategies) if strategy.suits is None)      # what it comes to at last
     by_strategy = (_requests(strategy, facts, arch, knobs={}) for strategy in strategies[first:])
     return list(dict.fromkeys(request for requests in by_strategy for request in requests.values()))     # they share kernels
@@ -289,7 +289,7 @@ def _preferred(
     extents: Extents | None,
     forced: str | None,
 ) -> Strategy:
-    """The strategy in force, else the last that suits the sizes and is not held back."""
+    """The strategy in force, else the last that suits the sizes."""
     if forced in usable:
         return usable[forced]
     if forced is not None:
@@ -298,10 +298,8 @@ def _preferred(
     suitable = (
         strategy
         for strategy in reversed(usable.values())
-        if strategy.held_back is None and (
-            strategy.suits is None
-            or (hardware is not None and extents is not None and strategy.suits(facts, extents, hardware.sm_count))
-        )
+        if strategy.suits is None
+        or (hardware is not None and extents is not None and strategy.suits(facts, extents, hardware.sm_count))
     )
     return next(suitable)
 
@@ -415,10 +413,7 @@ def _entry_rejection(entry: Entry, facts: CallFacts, usable: Mapping[str, Strate
     candidate: Candidate = entry.candidate
     strategy = usable.get(candidate.strategy)
     if strategy is None:
-        would = ", ".join(name for name, other in usable.items() if other.held_back is None)
-        return Rejection(f"strategy {candidate.strategy} does not serve this call; {would} would")
-    if strategy.held_back is not None:
-        return Rejection(f"strategy {candidate.strategy} is held back: {strategy.held_back}")
+        return Rejection(f"strategy {candidate.strategy} does not serve this call; {', '.join(usable)} would")
     if entry.split_rule is not None and not facts.auto_cp:
         return Rejection("it splits sequences, and the call has auto_cp=False")
     unknown = candidate.configs.keys() - strategy.steps(facts._replace(use_qk_l2norm_in_kernel=True)).keys()

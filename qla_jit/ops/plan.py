@@ -97,8 +97,6 @@ class Strategy:
     splits: Callable[[CallFacts, Extents, int], tuple[int | None, ...]] = whole_sequences
     # Whether it is the better choice for these sizes on so many SMs, as far as is known without tuning; None: for all.
     suits: Callable[[CallFacts, Extents, int], bool] | None = None
-    # Why only who forces it gets it: it is never chosen, tuned, built ahead or taken from a record. None: it is not held back.
-    held_back: str | None = None
 
 
 def strategies_of(op: str, facts: CallFacts, arch: Arch) -> tuple[CallFacts, list[Strategy]]:
@@ -406,9 +404,7 @@ STRATEGIES = {
     )
 }
 
-# Gradients come from one of these whatever strategy computes the outputs; the same order. The run of device tests before that
-# which holds registers_split back had found nothing. A strategy is eligible because it was verified: the line goes when that
-# dv is explained.
+# Gradients come from one of these whatever strategy computes the outputs; the same order.
 BACKWARD_STRATEGIES = {
     strategy.name: strategy
     for strategy in (
@@ -420,7 +416,6 @@ BACKWARD_STRATEGIES = {
             split_register_backward_steps,
             functools.partial(segment_lengths, model=best_backward_split),
             functools.partial(split_pays, model=best_backward_split),
-            held_back="in one run of its device tests on an H200 dv of one head was 2.4 % off with segments of one chunk",
         ),
     )
 }

@@ -96,11 +96,10 @@ class Nvml:
         if found is None:
             return None
         if os.getpid() in found:
-            found.remove(os.getpid())
-        else:
-            # In a container this process may be listed under another number; it has a CUDA context, so one of them is it.
-            found = found[1:]
-        return tuple(found)
+            # The tuner that started this worker waits while the worker times; a notebook that tunes has used the GPU before.
+            return tuple(pid for pid in found if pid not in (os.getpid(), os.getppid()))
+        # In a container this process may be listed under another number; it has a CUDA context, so one of them is it.
+        return tuple(found[1:])
 
     def _processes(self, function: str) -> list[int] | None:
         if not self._works or not hasattr(self._library, function):

@@ -57,9 +57,9 @@ class SearchSpace:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """Those that serve the call and are not held back, the baseline last."""
+        """Those that serve the call, the baseline last."""
         _, usable = strategies_of(self.op, self.facts, self.arch)
-        return [strategy for strategy in reversed(usable) if strategy.held_back is None]
+        return usable[::-1]
 
     def extents(self, lengths: tuple[int, ...]) -> Extents:
         """The sizes of a batch, as a call of it is looked up with before they are rounded."""

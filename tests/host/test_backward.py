@@ -444,7 +444,7 @@ def test_both_directions_are_compiled_in_one_go_at_the_first_forward(asked: list
         later = long_call(8, chunks)
         assert autograd.covers(later)
         pipeline.kernels_for(later)
-        assert backward.kernels_for(later).dispatch.strategy == "registers"      # registers_split is for who forces it
+        assert backward.kernels_for(later).dispatch.strategy == ("registers" if chunks == 1 else "registers_split")
     assert autograd.covers(call(lengths=(0,)))
     assert all(set(batch) <= set(together) for batch in asked)
 
@@ -464,15 +464,7 @@ def test_a_record_decides_and_no_kernels_of_other_sizes_are_built(asked: list, t
     assert backward.kernels_for(long_call(8, 4)).dispatch.source == "default"            # outside of what was measured
 
 
-def test_what_is_held_back_is_the_last_and_never_the_baseline() -> None:
-    strategies = list(plan.BACKWARD_STRATEGIES.values())
-    assert [strategy.name for strategy in strategies if strategy.held_back] == ["registers_split"]
-    assert strategies[-1].name == "registers_split"              # preferred where it pays, once it is not held back
-
-
-def test_segments_are_preferred_where_they_pay_once_they_are_not_held_back(asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = plan.BACKWARD_STRATEGIES["registers_split"]
-    monkeypatch.setitem(plan.BACKWARD_STRATEGIES, "registers_split", replace(strategy, held_back=None))
+def test_segments_are_preferred_where_they_pay(asked: list) -> None:
     for chunks, name in ((512, "registers_split"), (4, "registers")):
         dispatch = backward.kernels_for(long_call(8, chunks)).dispatch
         assert (dispatch.strategy, dispatch.split is None) == (name, name == "registers")

@@ -71,8 +71,9 @@ def test_kernels_with_gradients_include_those_without():
     assert forward < both
     new = {request.template.name for request in both - forward}
     assert new == {
-        "gate_cumsum", "register_state_scan", "register_gradient_scan", "warpgroup_gradients", "l2norm_backward",
-    }                                            # the others are those of the forward
+        "gate_cumsum", "register_state_scan", "register_gradient_scan", "segment_plan", "segment_state_gradients",
+        "warpgroup_gradients", "l2norm_backward",
+    }                                            # the others are those of the forward, which plans in its own direction
 
 
 def test_gradients_of_every_size_have_their_kernels():

@@ -240,37 +240,6 @@ def test_a_strategy_of_the_other_operation_serves_nothing():
     assert str(dispatch.considered.ways[1].rejection) == "strategy fused does not serve this call; chunked would"
 
 
-@pytest.fixture
-def held_back(monkeypatch):
-    """A strategy of the backward that would be the default at every size, and a record that likes it."""
-    strategy = dataclasses.replace(plan.BACKWARD_STRATEGIES["chunked"], name="quick", held_back="wrong once in a thousand runs")
-    monkeypatch.setitem(plan.BACKWARD_STRATEGIES, "quick", strategy)
-    default = (100.0, 400.0)
-    entries = (entry(DEFAULT, *default), entry(WIDE, 40.0, 160.0, default=default, strategy="quick"))
-    save_user_records([records.record(op=BACKWARD, entries=entries)])
-    return strategy
-
-
-def test_what_is_held_back_is_neither_chosen_nor_taken_from_a_record(held_back):
-    dispatch = choose(sequence(64), op=BACKWARD)
-    assert (dispatch.strategy, dispatch.source) == ("chunked", "user")
-    assert str(dispatch.considered.ways[1].rejection) == "strategy quick is held back: wrong once in a thousand runs"
-    assert choose(sequence(8), op=BACKWARD).strategy == "chunked"        # outside of the record
-    assert not select.requests_of_records(facts(), ARCH, H200, op=BACKWARD)
-
-
-def test_what_is_held_back_is_there_for_who_forces_it(held_back):
-    with select.override(backward_strategy="quick"):
-        assert choose(sequence(64), op=BACKWARD).strategy == "quick"
-
-
-def test_what_is_not_held_back_any_more_is_the_preferred_one(held_back, monkeypatch):
-    monkeypatch.setitem(plan.BACKWARD_STRATEGIES, "quick", dataclasses.replace(held_back, held_back=None))
-    assert choose(sequence(8), op=BACKWARD).strategy == "quick"
-    dispatch = choose(sequence(64), op=BACKWARD)
-    assert (dispatch.strategy, scan(dispatch)) == ("quick", WIDE["state_scan"])
-
-
 def test_forcing_one_operation_leaves_the_other_to_the_records():
     save_user_records([records.record(op=op) for op in (FORWARD, BACKWARD)])
     with select.override("chunked", split=4):

@@ -54,12 +54,6 @@ def test_a_template_that_is_added_adds_candidates(space, strategies, monkeypatch
     assert [dict(c.configs)["scan"].block_v for c in space.neighbours(start, "scan")] == [256]
 
 
-def test_a_strategy_that_is_held_back_adds_none(space, strategies, monkeypatch):
-    monkeypatch.setitem(strategies, "split", dataclasses.replace(strategies["split"], held_back="wrong once"))
-    assert [strategy.name for strategy in space.strategies] == ["plain"]
-    assert space.default(LONG) == plain()
-
-
 @pytest.mark.parametrize("chunk_size", [16, 64], ids=lambda C: f"C{C}")
 def test_sizes_of_a_backward_are_in_its_own_chunks(strategies, chunk_size):
     space = SearchSpace(planted.facts()._replace(chunk_size=chunk_size), SM90A, SM_COUNT, BACKWARD)

@@ -306,25 +306,6 @@ def test_gradients_of_calls_in_any_chunks_are_tuned_as_one_problem(tmp_path, chu
     assert [point.chunks for point in record.points] == [128]
 
 
-def test_what_is_held_back_is_no_candidate(tmp_path, monkeypatch):
-    held_back = dataclasses.replace(planted.STRATEGIES["split"], held_back="wrong once in a thousand runs")
-    monkeypatch.setitem(planted.STRATEGIES, "split", held_back)
-    machine = PlantedMachine()
-    record = only(run(machine, tmp_path, op=BACKWARD)).record
-    assert {candidate["strategy"] for q in machine.questions for candidate in q.get("candidates", ())} == {"plain"}
-    assert {strategy for strategy, _ in configs_of(record)} == {"plain"}
-
-
-def test_a_record_that_names_what_is_held_back_does_not_pass(tmp_path, monkeypatch):
-    record = only(run(PlantedMachine(), tmp_path)).record
-    held_back = dataclasses.replace(planted.STRATEGIES["split"], held_back="wrong once in a thousand runs")
-    monkeypatch.setitem(planted.STRATEGIES, "split", held_back)
-    failures = {v.candidate.strategy: v.failure for v in verify_records([record], open_machine=PlantedMachine)[1:]}
-    assert failures["split"] == "strategy split is held back: wrong once in a thousand runs"
-    first, *_ = check_records([record], open_machine=PlantedMachine)
-    assert (first.text, first.regressed) == (f"2:8 128:128 at 8192: {failures['split']}", True)
-
-
 def test_without_resume_a_session_begins_anew(tmp_path):
     run(PlantedMachine(), tmp_path)
     machine = PlantedMachine()

@@ -70,19 +70,12 @@ def test_a_call_gets_the_config_that_was_found(op, tmp_path):
     assert {v.failure for v in verify_records([record], open_machine=PlantedMachine)} == {None}
 
 
-def test_no_question_is_about_a_strategy_that_is_held_back(tmp_path):
-    machine = PlantedMachine(cost=lambda candidate, facts, extents: 100.0)
-    tuned(BACKWARD, tmp_path, machine)
-    asked = {candidate["strategy"] for question in machine.questions for candidate in question.get("candidates", ())}
-    assert asked == {"chunked", "registers"}
-
-
 def test_a_candidate_of_the_backward_that_is_wrong_becomes_a_negative_of_its_record(tmp_path):
     wrong = Failure("wrong", "ragged-qwen: rms error of g is 1e-1")
 
     def planted_failure(stage, candidate):
-        return wrong if stage == "verify full" and candidate["strategy"] == "chunked" else None
+        return wrong if stage == "verify full" and candidate["strategy"] == "registers" else None
 
     record = tuned(BACKWARD, tmp_path, PlantedMachine(planted=planted_failure, cost=lambda candidate, facts, extents: 100.0))
-    assert {entry.candidate.strategy for entry in record.entries} == {"registers"}
-    assert {(n.candidate.strategy, n.reason.value, n.detail) for n in record.negatives} == {("chunked", "wrong", wrong.detail)}
+    assert {entry.candidate.strategy for entry in record.entries} == {"registers_split"}
+    assert {(n.candidate.strategy, n.reason.value, n.detail) for n in record.negatives} == {("registers", "wrong", wrong.detail)}
