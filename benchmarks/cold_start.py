@@ -45,7 +45,8 @@ ELSEWHERE = ("QLA_JIT_MODE", "QLA_JIT_BUNDLE_PATH", "QLA_JIT_DB_PATH")  # kernel
 PROTOCOL = (
     "Seconds of fresh processes on an empty and then a warm kernel cache. compile_seconds and load_seconds are those of "
     "qla_jit.kernel_cache.stats(), summed over the kernels, which compile side by side; first_call_seconds is the wall time "
-    "from the first call to its result, torch imported and CUDA initialised; host_us is the host time of one call with all "
+    "from the first call to its result, torch imported, CUDA initialised and, for a training step, autograd used once; "
+    "host_us is the host time of one call with all "
     f"checks on, T = {TOKENS}: median of 20 batches of 50 calls, the GPU waited for between batches only."
 )
 
@@ -213,6 +214,8 @@ def shipped(options: argparse.Namespace, *, training: bool) -> dict[str, Any]:
     assert nvcc is None, f"expected no nvcc; got {nvcc}"
     first_call_seconds = None
     if torch.cuda.is_available():
+        if training:
+            use_autograd(x.q)
         first_call_seconds = seconds_on_gpu(qla_jit_calls(x, make_cotangents(x)).step if training else qla_jit_call(x))
     else:
         kernel_cache.get(kernels_of_calls(options, backward=training))
@@ -284,6 +287,13 @@ def seconds_on_gpu(call: Callable[[], Any]) -> float:
     call()
     torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def use_autograd(x: torch.Tensor) -> None:
+    """What is PyTorch's own of the first gradients with given gradients of outputs: it imports sympy, whatever they are of."""
+    leaf = x.detach().requires_grad_()
+    torch.autograd.grad(leaf * 2, leaf, torch.ones_like(leaf))
+    torch.cuda.synchronize()
 
 
 def counts() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import dispatch
 import results
 from systems import SYSTEMS
 from training import TRAINING_SYSTEMS
@@ -27,6 +28,7 @@ SHAPES = {
     "forward": (HEAD_PAIRS, SEQUENCE_SETS),
     "backward": (tuple(sorted(BACKWARD_HEAD_PAIRS)), BACKWARD_SEQUENCE_SETS),
 }
+LENGTHS_SHOWN = (1, 2, 4, 8, 16, 32, 48, 63, 64, 65, 96, 127, 128, 129)          # of 130
 NOT_MEASURED = "Not measured yet.\n"
 
 
@@ -34,6 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     forward = results.load(results.RESULTS / "h200" / "forward.json")
     backward = results.load(results.RESULTS / "h200" / "backward.json")
     cold_start = results.load(results.RESULTS / "h200" / "cold_start.json")
+    scaling = results.load(results.RESULTS / "h200" / "scaling.json")
+    choices = results.load(results.RESULTS / "h200" / "dispatch.json")
     sections = {
         "forward_summary": summary("forward", forward),
         "forward_table": forward_table(forward),
@@ -43,6 +47,9 @@ def main(arguments: Sequence[str]) -> int:
         "cold_start_table": cold_start_table(cold_start, with_protocol=True),
         "shipped_table": shipped_table(cold_start),
         "warm_load_table": warm_load_table(cold_start),
+        "scaling_table": scaling_table(scaling),
+        "lengths_table": lengths_table(scaling),
+        "dispatch_summary": dispatch_summary(choices),
     }
     stale = [name for name in FILES if filled((ROOT / name).read_text(), sections) != (ROOT / name).read_text()]
     if "--check" in arguments:
@@ -171,6 +178,41 @@ def warm_load_table(document: dict[str, Any]) -> str:
         loaded = part[name]
         lines.append(f"| {name} | {loaded['seconds']:.3f} | {loaded['files']} | {loaded['import_seconds']:.2f} |")
     return "\n".join(lines) + f"\n\n{part['kernels']} kernels for {part['arch']}. {part_origin(document, part)}\n"
+
+
+def scaling_table(document: dict[str, Any]) -> str:
+    """One sequence, by its length."""
+    rows = [row for row in document["rows"] if row["part"] == "tokens" and "qla_jit" in row["ms"]]
+    if not rows:
+        return NOT_MEASURED
+    lines = ["| tokens | ms | ns a token | bytes a token |", "|---|---|---|---|"]
+    for row in rows:
+        ms, tokens = row["ms"]["qla_jit"], row["size"]
+        lines.append(f"| {tokens} | {ms:.3f} | {1e6 * ms / tokens:.1f} | {row['peak_bytes']['qla_jit'] / tokens:.0f} |")
+    return "\n".join(lines) + f"\n\n{origin(document)}\n"
+
+
+def lengths_table(document: dict[str, Any]) -> str:
+    """The same tokens in sequences of one length."""
+    by_length = {row["size"]: row for row in document["rows"] if row["part"] == "lengths"}
+    shown = [by_length[length] for length in LENGTHS_SHOWN if length in by_length]
+    if not shown:
+        return NOT_MEASURED
+    lines = ["| tokens a sequence | " + " | ".join(str(row["size"]) for row in shown) + " |", "|---" * (1 + len(shown)) + "|"]
+    for title, name, digits in (("ns a token", "ns_per_token", 1), ("over the nearest multiple of 64", "over_neighbour", 2)):
+        values = (row.get(name) for row in shown)
+        lines.append(f"| {title} | " + " | ".join("" if value is None else f"{value:.{digits}f}" for value in values) + " |")
+    return "\n".join(lines) + f"\n\n{origin(document)}\n"
+
+
+def dispatch_summary(document: dict[str, Any]) -> str:
+    """What calls are given beside all that could run, by operation."""
+    operations = dict.fromkeys(row["op"] for row in document["rows"])
+    lines = [
+        f"- `{op}`, {line}" for op in operations
+        for line in dispatch.summary([row for row in document["rows"] if row["op"] == op]).splitlines()
+    ]
+    return "\n".join(lines) + f"\n\n{origin(document)}\n" if lines else NOT_MEASURED
 
 
 def part_origin(document: dict[str, Any], part: dict[str, Any]) -> str:

@@ -146,23 +146,21 @@ def choose(
         answer = next((found for found in answers if found.chosen is not None), None)
         if answer is None:
             _tell_untuned(op, facts, extents, hardware)
+    entry = None
     if answer is None or answer.says_default:
-        strategy, knobs, split_rule = _preferred(usable, facts, arch, hardware, extents, forced_strategy), {}, None
+        strategy = _preferred(usable, facts, arch, hardware, extents, forced_strategy)
     else:
         assert answer.chosen is not None, "consider() was asked for one that chose"
         entry = answer.chosen.entry
-        strategy, knobs, split_rule = usable[entry.candidate.strategy], entry.candidate.configs, entry.split_rule
+        strategy = usable[entry.candidate.strategy]
+    knobs = {} if entry is None else entry.candidate.configs
     requests = _requests(strategy, facts, arch, knobs=knobs, configs=dict(_override.configs))
 
     split = None
     if not isinstance(forced_split, EllipsisType):
         split = forced_split
     elif hardware is not None and extents is not None and facts.auto_cp:
-        worth_trying = strategy.splits(facts, extents, hardware.sm_count)
-        split = worth_trying[0]
-        if answer is not None and not answer.says_default:
-            ruled = None if split_rule is None else split_rule.split(HV=facts.HV, extents=extents, sm_count=hardware.sm_count)
-            split = ruled if ruled in worth_trying else split
+        split = _split(strategy, facts, extents, hardware.sm_count, answer, entry)
     source = "override" if not _override.is_empty else "default" if answer is None else answer.stored.layer
     return Dispatch(strategy.name, requests, facts, split, source, answer)
 
@@ -330,6 +328,29 @@ def _checked(name: str, step: Step, config: Any, arch: Arch) -> CompileRequest:
     if rejection is not None:
         raise InvalidConfigError(f"{name} cannot use {config} for {step.problem}: {rejection}", rejection=rejection)
     return CompileRequest(step.template, step.problem, config, arch)
+
+
+def _split(
+    strategy: Strategy, facts: CallFacts, extents: Extents, sm_count: int, answer: Considered | None, entry: Entry | None
+) -> int | None:
+    """Chunks per segment: what the strategy takes by itself, unless the entry that a record chose was timed with other splits."""
+    by_itself, *others = strategy.splits(facts, extents, sm_count)
+    if answer is None or entry is None or _is_timed_as_by_itself(answer.stored.record, entry, strategy, facts, extents, sm_count):
+        return by_itself
+    ruled = None if entry.split_rule is None else entry.split_rule.split(HV=facts.HV, extents=extents, sm_count=sm_count)
+    return ruled if ruled in others else by_itself
+
+
+def _is_timed_as_by_itself(
+    record: Record, entry: Entry, strategy: Strategy, facts: CallFacts, extents: Extents, sm_count: int
+) -> bool:
+    """Whether the strategy's cost model takes what was timed at every point around the call. Then it is asked in between as well:
+    it knows how segments fill the SMs, and a rule, the power of two next to a constant times a root, does not."""
+    around = {
+        point: strategy.splits(facts, bucket(record.points[point].extents), sm_count)[0]
+        for point in _weights_of_points(record, extents) or ()
+    }
+    return all((timed := entry.curve[point]) is not None and timed.split == split for point, split in around.items())
 
 
 # What a record says

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 
-# Microseconds on an H200, fitted to 387 times of nine head pairs at seven sizes with every L (docs/performance.md): what the
-# model takes is 0.2 % slower than the best of them in the mean, 4.5 % at most. Only ratios matter.
+# Microseconds on an H200, fitted to 1026 times of nine head pairs at sixteen sizes with every L (docs/performance.md): what the
+# model takes is 0.4 % slower than the best of them in the mean. Only ratios matter.
 # register_state_forward, one chunk of an item, by the mean share of SMs at work: memory and the power limit slow full GPUs.
-STEPS = ((0.55, 2.0), (0.89, 2.5), (1.0, 2.9))
-ITEM = 2.9                               # and what every item costs beside its chunks
+STEPS = ((0.55, 1.9), (0.89, 2.35), (1.0, 2.65))
+ITEM = 4.8                               # and what every item of a split costs beside its chunks
 SCAN_STEP, SCAN_ITEM = 0.71, 8.0         # segment_scan: one chunk, and what every item costs
-BOUNDARY = 1.8                           # segment_states, from one segment to the next
-LAUNCHES = 15.0                          # three kernels more
+BOUNDARY = 1.7                           # segment_states, from one segment to the next
+WHOLE, SPLIT = 10.5, 17.4                # what else a call takes: with a split it has three kernels more
+MARGIN = 0.97                            # a split has to be so much faster than whole sequences, and needs memory
 # What heads do is only known on the GPU: a quarter that never forget, as in FlashQLA's benchmark, others within 4 chunks.
 EXACT_SHARE, WARM_CHUNKS = 0.25, 4
 
@@ -25,6 +26,7 @@ GRADIENT_STEPS = ((0.55, 2.66), (0.85, 3.0), (1.0, 3.5))
 TRANSFER_STEP = 3.0
 GRADIENT_BOUNDARY = 2 * 1.2              # segment_states and segment_state_gradients, whose M is loaded whether wanted or not
 GRADIENT_LAUNCHES = 18.0                 # six kernels more
+GRADIENT_MARGIN = 0.9
 
 MOST_ITEMS = 20_000                      # are dealt out one by one; of more, the mean will do
 SEGMENTS = tuple(2**power for power in range(2, 12))
@@ -32,7 +34,7 @@ SEGMENTS = tuple(2**power for power in range(2, 12))
 
 def whole_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
     """Expected time of the forward without a split. rows: items of 128 state rows for each sequence."""
-    return chain_us(STEPS, rows * chunks, steps_of_wholes(rows, longest, chunks, sm_count), sm_count)
+    return chain_us(STEPS, rows * chunks, steps_of_wholes(rows, longest, chunks, sm_count), sm_count) + WHOLE
 
 
 def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> float:
@@ -40,7 +42,7 @@ def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_co
     turns = busiest_block(rows, longest, chunks, sequences, L, sm_count)
     forward = chain_us(STEPS, rows * chunks, L * turns, sm_count) + ITEM * turns
     others = rows * (segments_in_all(longest, chunks, sequences, L) - sequences)
-    return forward + transfers_us(SCAN_STEP, 2, others, L, sm_count) + BOUNDARY * (longest / L) + LAUNCHES
+    return forward + transfers_us(SCAN_STEP, 2, others, L, sm_count) + BOUNDARY * (longest / L) + SPLIT
 
 
 def whole_backward_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
@@ -101,17 +103,17 @@ def transfers_us(step: float, exact_items: int, items: int, L: int, sm_count: in
 def best_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
     """Chunks per segment of the forward; None where whole sequences are expected to be about as fast."""
     whole = whole_us(rows, longest, chunks, sm_count)
-    return shortest({L: split_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}, whole)
+    return shortest({L: split_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}, MARGIN * whole)
 
 
 def best_backward_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
     """As best_split(), of the backward."""
     whole = whole_backward_us(rows, longest, chunks, sm_count)
-    return shortest({L: split_backward_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}, whole)
+    costs = {L: split_backward_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}
+    return shortest(costs, GRADIENT_MARGIN * whole)
 
 
-def shortest(costs: dict[int, float], whole: float) -> int | None:
-    if not costs:
-        return None
-    L = min(costs, key=lambda length: costs[length])
-    return L if costs[L] < 0.9 * whole else None
+def shortest(costs: dict[int, float], limit: float) -> int | None:
+    """The L that costs least; None if that is not below the limit."""
+    L = min(costs, key=lambda length: costs[length], default=None)
+    return None if L is None or costs[L] >= limit else L

@@ -269,6 +269,19 @@ def test_the_rule_of_the_record_splits_if_the_strategy_still_can(splitting, chun
     assert choose(None if chunks is None else sequence(chunks)).split == split
 
 
+@pytest.mark.parametrize(("timed", "split"), [((32, 32), 64), ((32, 16), 16)], ids=str)
+def test_between_points_that_were_timed_with_its_own_splits_a_strategy_splits_by_itself(splitting, monkeypatch, timed, split):
+    def splits(facts, extents, sm_count):
+        return (64 if extents.chunks == 512 else 32, 16, None)
+
+    monkeypatch.setitem(plan.STRATEGIES, "chunked", dataclasses.replace(plan.STRATEGIES["chunked"], splits=splits))
+    default, wide = splitting.entries
+    curve = tuple(of_point.model_copy(update={"split": L}) for of_point, L in zip(wide.curve, timed, strict=True))
+    save_user_records([splitting.model_copy(update={"entries": (default, wide.model_copy(update={"curve": curve}))})])
+    dispatch = choose(sequence(512))
+    assert (scan(dispatch), dispatch.split) == (WIDE["state_scan"], split)           # the rule says 16
+
+
 def test_a_call_that_forbids_splits_gets_neither_a_split_nor_what_was_timed_with_one(splitting):
     save_user_records([splitting])
     dispatch = choose(sequence(512), auto_cp=False)
