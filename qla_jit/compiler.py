@@ -234,6 +234,10 @@ def parse_ptxas(text: str) -> dict[str, Any]:
 
 # The child.
 
+# TileLang's checks change nothing in the kernel, which is why they are in no key, and take 3 s of the 12 of the largest. They are
+# on in tests/compile.
+UNCHECKED = {"tl.disable_data_race_check": True, "tl.disable_buffer_init_check": True}
+
 
 def main(request_path: str) -> None:
     """Build the kernel that the request file describes."""
@@ -257,7 +261,8 @@ def _build(directory: Path, template: Template, problem: Any, config: Any, arch:
 
     import tilelang  # seconds; a template that cannot be built has failed before
 
-    kernel = tilelang.compile(function, execution_backend="tvm_ffi", target=arch.target, pass_configs=dict(template.pass_configs))
+    pass_configs = UNCHECKED | dict(template.pass_configs)
+    kernel = tilelang.compile(function, execution_backend="tvm_ffi", target=arch.target, pass_configs=pass_configs)
     kernel.adapter.get_exportable_executable().export_library(str(directory / EXECUTABLE))
     (directory / DEVICE_SOURCE).write_text(kernel.adapter.get_device_source())
     (directory / HOST_SOURCE).write_text(kernel.adapter.get_host_source())
