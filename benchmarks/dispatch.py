@@ -24,7 +24,7 @@ from typing import Any
 import results
 import torch
 from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms
-from workload import ALL_HEAD_PAIRS, GATES, ROWS, K, Row, V
+from workload import ALL_HEAD_PAIRS, GATES, ROWS, Row
 
 from qla_jit import select
 from qla_jit.device import GpuInfo, gpu_info
@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure_row(row: Row, op: str, gpu: GpuInfo) -> dict[str, Any]:
     """Times by candidate, and what they say of the one that a call is given."""
-    problem = Problem(H=row.H, HV=row.HV, K=K, V=V, dtype="bfloat16", chunk_size=64, varlen=True)
+    problem = Problem(H=row.H, HV=row.HV, K=row.K, V=row.V, dtype="bfloat16", chunk_size=64, varlen=True)
     space = SearchSpace(facts_of(problem, torch.device("cuda", 0)), gpu.arch, gpu.sm_count, op)
     extents = space.extents(row.seqlens)
     size = select.bucket(extents)

@@ -36,11 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     forward = results.load(results.RESULTS / "h200" / "forward.json")
     backward = results.load(results.RESULTS / "h200" / "backward.json")
     cold_start = results.load(results.RESULTS / "h200" / "cold_start.json")
+    other_dims = results.load(results.RESULTS / "h200" / "forward_dims.json")
     scaling = results.load(results.RESULTS / "h200" / "scaling.json")
     choices = results.load(results.RESULTS / "h200" / "dispatch.json")
     sections = {
         "forward_summary": summary("forward", forward),
-        "forward_table": forward_table(forward),
+        "forward_table": forward_table(forward, "![Forward time by shape](forward_h200.svg)\n\n"),
+        "dims_table": forward_table(other_dims),
         "backward_summary": summary("backward", backward),
         "backward_table": backward_table(backward),
         "cold_start_summary": cold_start_table(cold_start, with_protocol=False),
@@ -92,21 +94,21 @@ def summary(op: str, document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n\n" + " ".join(said) + "\n"
 
 
-def forward_table(document: dict[str, Any]) -> str:
+def forward_table(document: dict[str, Any], picture: str = "") -> str:
     """Every number of the document, one line a row."""
     if not document["rows"]:
         return NOT_MEASURED
     names = [system.name for system in SYSTEMS]
     lines = [
-        "| H, HV | sequences | " + " | ".join(f"{name} ms" for name in names) + " | error o | error state | strategy |",
+        "| heads | sequences | " + " | ".join(f"{name} ms" for name in names) + " | error o | error state | strategy |",
         "|---" * (5 + len(names)) + "|",
     ]
     for entry in document["rows"]:
         times = [time_cell(entry, name) for name in names]
         error = [f"{entry['rel_l2'][output]:.2e}" if entry["rel_l2"] else "" for output in ("o", "state")]
-        cells = [f"{entry['H']}, {entry['HV']}", lengths_name(tuple(entry["seqlens"])), *times, *error, entry["strategy"] or ""]
+        heads, sequences = results.row_of(entry).shape.replace(",", ", "), lengths_name(tuple(entry["seqlens"]))
+        cells = [heads, sequences, *times, *error, entry["strategy"] or ""]
         lines.append("| " + " | ".join(cells) + " |")
-    picture = "![Forward time by shape](forward_h200.svg)\n\n"
     return picture + "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
 
 

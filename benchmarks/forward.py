@@ -4,6 +4,7 @@
     python benchmarks/forward.py --only-qla-jit           keep the others' numbers of the file, measure ours again
     python benchmarks/forward.py --rows '16,64:*' '*:1024x8' --budget-seconds 500
     python benchmarks/forward.py --gates open             no head decays; into forward_open.json
+    python benchmarks/forward.py --other-dims             other K and V than 128; into forward_dims.json
 
 Results are merged into the output file after every row, so a run can be stopped and repeated: what this commit has measured
 already is skipped. docs/performance.md says how the timing works and how to read the table.
@@ -23,7 +24,7 @@ import results
 import torch
 from systems import SYSTEMS, System, strategy_of
 from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms
-from workload import ALL_ROWS, GATES, ROWS, Inputs, Row, rotated_inputs
+from workload import ALL_ROWS, GATES, OTHER_DIMS_ROWS, ROWS, Inputs, Row, rotated_inputs
 
 from qla_jit.device import gpu_info
 
@@ -41,8 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def forward_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("forward", SYSTEMS)
-    parser.add_argument("--all-rows", action="store_true", help=f"the {len(ALL_ROWS)} rows of FlashQLA's table, not {len(ROWS)}")
-    return parse(parser, arguments, lambda options: ALL_ROWS if options.all_rows else ROWS)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--all-rows", action="store_true", help=f"the {len(ALL_ROWS)} rows of FlashQLA's table, not {len(ROWS)}")
+    which.add_argument("--other-dims", action="store_true", help=f"{len(OTHER_DIMS_ROWS)} rows of other head dims than 128")
+    options = parse(
+        parser, arguments, lambda options: ALL_ROWS if options.all_rows else OTHER_DIMS_ROWS if options.other_dims else ROWS
+    )
+    if options.other_dims:
+        options.table = "forward_dims"
+    return options
 
 
 def measure_table(
@@ -60,7 +68,8 @@ def measure_table(
     if absent:
         print(f"not installed, left out: {', '.join(absent)}")
 
-    out = options.out or results.default_path(f"{op}.json" if options.gates == "mixed" else f"{op}_{options.gates}.json")
+    gates = "" if options.gates == "mixed" else f"_{options.gates}"
+    out = options.out or results.default_path(f"{options.table}{gates}.json")
     document = results.begun(
         out, commit=options.commit, protocol=PROTOCOL + GATES[options.gates] + explained,
         distributions=(system.distribution for system in known_systems),
@@ -160,6 +169,7 @@ def describe(row: Row, measured: Measured) -> str:
 def make_parser(op: str, systems: Sequence[System]) -> argparse.ArgumentParser:
     names = [system.name for system in systems]
     parser = argparse.ArgumentParser(description=f"How fast and how exact is the {op} pass, beside other libraries?")
+    parser.set_defaults(table=op)
     parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--only-qla-jit", dest="systems", action="store_const", const=["qla_jit"], help="--systems qla_jit")
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of names such as '16,64:4096x8'")

@@ -5,7 +5,7 @@
 gpu, versions, commit and date are those of the last run that wrote the file. A row says for each system which run its number
 is from (`measured`), so that a file filled in several sessions stays honest:
 
-    {"op": "forward", "H", "HV", "seqlens", "strategy",
+    {"op": "forward", "H", "HV", "seqlens", "strategy",              and "K", "V" where they are not 128
      "ms": {system: milliseconds}, "rel_l2": {"o", "state"},          qla_jit's error
      "peer_rel_l2": {system: {"o", "state"}},                         the others' on the same inputs
      "measured": {system: {"commit", "date"}}, "failed": {system: why}}
@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 from systems import SYSTEMS
-from workload import BACKWARD_ROWS, ROWS, Row
+from workload import BACKWARD_ROWS, OTHER_DIMS_ROWS, ROWS, K, Row, V
 
-TABLES = {"forward": ROWS, "backward": BACKWARD_ROWS}
+TABLES = {"forward": (*ROWS, *OTHER_DIMS_ROWS), "backward": BACKWARD_ROWS}
 OUTPUTS = {"forward": ("o", "state"), "backward": ("dq", "dk", "dv", "dg", "dbeta", "dh0")}        # whose errors a row has
 RESULTS = Path(__file__).parent / "results"
 
@@ -101,16 +101,21 @@ def save(path: Path, document: Mapping[str, Any]) -> None:
     os.replace(staged, path)
 
 
+def row_of(entry: Mapping[str, Any]) -> Row:
+    dims = {name: entry[name] for name in ("K", "V") if name in entry}
+    return Row(entry["H"], entry["HV"], tuple(entry["seqlens"]), **dims)
+
+
 def find_row(document: Mapping[str, Any], row: Row) -> dict[str, Any] | None:
-    for entry in document["rows"]:
-        if (entry["H"], entry["HV"], tuple(entry["seqlens"])) == (row.H, row.HV, row.seqlens):
-            return entry
-    return None
+    """Of any gates: a document has one kind."""
+    wanted = (row.shape, row.seqlens)
+    return next((entry for entry in document["rows"] if ((found := row_of(entry)).shape, found.seqlens) == wanted), None)
 
 
 def new_row(row: Row, op: str) -> dict[str, Any]:
     of_op = {} if op == "forward" else {"step_ms": {}, "peak_bytes": {}}
-    return {"op": op, "H": row.H, "HV": row.HV, "seqlens": list(row.seqlens), "strategy": None, **of_op,
+    dims = {} if (row.K, row.V) == (K, V) else {"K": row.K, "V": row.V}
+    return {"op": op, "H": row.H, "HV": row.HV, **dims, "seqlens": list(row.seqlens), "strategy": None, **of_op,
             "ms": {}, "rel_l2": None, "peer_rel_l2": {}, "measured": {}, "failed": {}}
 
 
@@ -151,7 +156,7 @@ def merge_row(
 
 
 def _table_order(entry: Mapping[str, Any]) -> tuple[int, ...]:
-    row, rows = Row(entry["H"], entry["HV"], tuple(entry["seqlens"])), TABLES[entry["op"]]
+    row, rows = row_of(entry), TABLES[entry["op"]]
     return (rows.index(row),) if row in rows else (len(rows), row.H, row.HV, *row.seqlens)
 
 
@@ -168,7 +173,7 @@ def problems(document: Mapping[str, Any]) -> list[str]:
     found = [f"{key} is missing" for key in ("gpu", "versions", "commit", "date", "protocol") if not document.get(key)]
     known = {system.name for system in SYSTEMS}
     for entry in document["rows"]:
-        name = Row(entry["H"], entry["HV"], tuple(entry["seqlens"])).name
+        name = row_of(entry).name
         unknown = {*entry["ms"], *entry["failed"]} - known
         if unknown:
             found.append(f"{name}: unknown systems {sorted(unknown)}")

@@ -17,7 +17,8 @@ WARM_UP_MS = 60                          # an H200 reaches its power limit, and 
 PROTOCOL = (
     f"Milliseconds per call: median of {REPLAYS} replays of a CUDA graph of at least {CALLS_PER_GRAPH} calls, after "
     f"{WARM_UP_MS} ms of replays. The systems of a row that were measured together take turns replay by replay, in alternating "
-    "order. Calls rotate over input sets that together hold twice the L2 cache. bf16, K = V = 128, packed cu_seqlens, float32 "
+    "order. Calls rotate over input sets that together hold twice the L2 cache. bf16, K = V = 128 where a row does not say "
+    "otherwise, packed cu_seqlens, float32 "
     "initial state in and final state out."
 )
 

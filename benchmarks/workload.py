@@ -33,11 +33,18 @@ class Row:
     HV: int
     seqlens: tuple[int, ...]
     gates: str = "mixed"                 # of GATES; a table has one kind of them
+    K: int = K
+    V: int = V
+
+    @property
+    def shape(self) -> str:
+        """H,HV, and K,V where those are other than in the main table."""
+        return f"{self.H},{self.HV}" if (self.K, self.V) == (K, V) else f"{self.H},{self.HV},{self.K},{self.V}"
 
     @property
     def name(self) -> str:
         """What --rows matches, "16,64:4096x8"."""
-        return f"{self.H},{self.HV}:{lengths_name(self.seqlens)}"
+        return f"{self.shape}:{lengths_name(self.seqlens)}"
 
 
 ROWS = tuple(Row(H, HV, seqlens) for H, HV in HEAD_PAIRS for seqlens in SEQUENCE_SETS)
@@ -52,6 +59,11 @@ ALL_SEQUENCE_SETS = (
     (8192,) * 4, (4096,) * 8, (2048,) * 4, (1024,) * 8,
 )  # fmt: skip
 ALL_ROWS = tuple(Row(H, HV, seqlens) for H, HV in ALL_HEAD_PAIRS for seqlens in ALL_SEQUENCE_SETS)
+
+
+# Other head dims: OLMo-Hybrid, and the default of flash-linear-attention's layer.
+OTHER_SHAPES = ((30, 30, 96, 192), (6, 6, 256, 512))
+OTHER_DIMS_ROWS = tuple(Row(H, HV, seqlens, K=K, V=V) for H, HV, K, V in OTHER_SHAPES for seqlens in SEQUENCE_SETS)
 
 
 # The backward: also heads of two value heads each, and 8k and 32k tokens in 1, 2, 4 and 8 sequences, as FlashQLA publishes.
@@ -113,12 +125,12 @@ def make_inputs(row: Row, *, device: str, seed: int = 0, like: Inputs | None = N
         cu_seqlens = cu_seqlens_cpu.to(device)
     return Inputs(
         seqlens=row.seqlens,
-        q=F.normalize(randn(1, T, row.H, K), dim=-1).to(torch.bfloat16),
-        k=F.normalize(randn(1, T, row.H, K), dim=-1).to(torch.bfloat16),
-        v=randn(1, T, row.HV, V).to(torch.bfloat16),
+        q=F.normalize(randn(1, T, row.H, row.K), dim=-1).to(torch.bfloat16),
+        k=F.normalize(randn(1, T, row.H, row.K), dim=-1).to(torch.bfloat16),
+        v=randn(1, T, row.HV, row.V).to(torch.bfloat16),
         g=g,
         beta=randn(1, T, row.HV).sigmoid(),
-        initial_state=randn(N, row.HV, K, V),
+        initial_state=randn(N, row.HV, row.K, row.V),
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
     )

@@ -229,6 +229,25 @@ def test_numbers_of_two_gpus_do_not_mix(tmp_path, monkeypatch):
     assert results.default_path("forward.json") == results.RESULTS / "h100_pcie" / "forward.json"
 
 
+def test_rows_of_other_head_dims_have_a_table_of_their_own():
+    options = forward.forward_options(["--other-dims", "--rows", "30,30,96,192:2048", "6,6,256,512:*"])
+    first, *others = options.rows
+    assert (options.table, first.name, len(others)) == ("forward_dims", "30,30,96,192:2048", len(workload.SEQUENCE_SETS))
+    x = workload.make_inputs(first, device="cpu")
+    assert (x.q.shape[2:], x.v.shape[2:], x.initial_state.shape[1:]) == ((30, 96), (30, 192), (30, 96, 192))
+    assert forward.forward_options([]).table == "forward"
+
+
+def test_head_dims_tell_rows_apart():
+    usual, other = Row(6, 6, (2048,)), Row(6, 6, (2048,), K=256, V=512)
+    made = document((usual, measured(1.0)), (other, measured(2.0)))
+    assert [results.find_row(made, row)["ms"] for row in (usual, other)] == [{"qla_jit": 1.0}, {"qla_jit": 2.0}]
+    assert [results.row_of(entry) for entry in made["rows"]] == [other, usual]               # in the order of the table
+    lines = fill_numbers.forward_table(made).splitlines()
+    assert lines[2].startswith("| 6, 6, 256, 512 | 2048 | 2.000 |")
+    assert lines[3].startswith("| 6, 6 | 2048 | 1.000 |")
+
+
 def test_a_row_pattern_that_matches_nothing_is_an_error(capsys):
     with pytest.raises(SystemExit):
         forward.forward_options(["--rows", "3,9:*"])
