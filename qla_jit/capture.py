@@ -37,7 +37,6 @@ LOWEST_GATE = -1e4                       # as the kernels take it: this and ever
 FLUSH_SECONDS = 60.0
 MAX_FILE_BYTES = 16 << 20
 
-
 Gate = Annotated[float, Field(ge=LOWEST_GATE)]
 
 

@@ -37,7 +37,6 @@ Result = TypeVar("Result")
 BUSY_SECONDS = 10.0                      # how long another process may hold the database
 
 
-
 @dataclass(frozen=True)
 class Stored:
     """A record and the place that it was read from."""

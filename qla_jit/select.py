@@ -60,6 +60,7 @@ class Considered:
     match: Match                         # "none": the sizes are outside of what was measured, and it says nothing
     ways: tuple[Way, ...] = ()           # the default first, as in the record
     chosen: Way | None = None
+    points: tuple[int, ...] = ()         # of the record, around the call
 
     @property
     def says_default(self) -> bool:
@@ -146,21 +147,22 @@ def choose(
         answer = next((found for found in answers if found.chosen is not None), None)
         if answer is None:
             _tell_untuned(op, facts, extents, hardware)
-    entry = None
-    if answer is None or answer.says_default:
-        strategy = _preferred(usable, facts, arch, hardware, extents, forced_strategy)
+    entry = None if answer is None or answer.chosen is None or answer.says_default else answer.chosen.entry
+    if entry is None:
+        strategy, knobs = _preferred(usable, facts, arch, hardware, extents, forced_strategy), {}
     else:
-        assert answer.chosen is not None, "consider() was asked for one that chose"
-        entry = answer.chosen.entry
-        strategy = usable[entry.candidate.strategy]
-    knobs = {} if entry is None else entry.candidate.configs
+        strategy, knobs = usable[entry.candidate.strategy], entry.candidate.configs
     requests = _requests(strategy, facts, arch, knobs=knobs, configs=dict(_override.configs))
 
     split = None
     if not isinstance(forced_split, EllipsisType):
         split = forced_split
     elif hardware is not None and extents is not None and facts.auto_cp:
-        split = _split(strategy, facts, extents, hardware.sm_count, answer, entry)
+        split, *others = strategy.splits(facts, extents, hardware.sm_count)
+        if answer is not None and entry is not None and not _splits_as_timed(strategy, answer, entry, facts, hardware.sm_count):
+            rule = entry.split_rule
+            ruled = None if rule is None else rule.split(HV=facts.HV, extents=extents, sm_count=hardware.sm_count)
+            split = ruled if ruled in others else split
     source = "override" if not _override.is_empty else "default" if answer is None else answer.stored.layer
     return Dispatch(strategy.name, requests, facts, split, source, answer)
 
@@ -330,26 +332,11 @@ def _checked(name: str, step: Step, config: Any, arch: Arch) -> CompileRequest:
     return CompileRequest(step.template, step.problem, config, arch)
 
 
-def _split(
-    strategy: Strategy, facts: CallFacts, extents: Extents, sm_count: int, answer: Considered | None, entry: Entry | None
-) -> int | None:
-    """Chunks per segment: what the strategy takes by itself, unless the entry that a record chose was timed with other splits."""
-    by_itself, *others = strategy.splits(facts, extents, sm_count)
-    if answer is None or entry is None or _is_timed_as_by_itself(answer.stored.record, entry, strategy, facts, extents, sm_count):
-        return by_itself
-    ruled = None if entry.split_rule is None else entry.split_rule.split(HV=facts.HV, extents=extents, sm_count=sm_count)
-    return ruled if ruled in others else by_itself
-
-
-def _is_timed_as_by_itself(
-    record: Record, entry: Entry, strategy: Strategy, facts: CallFacts, extents: Extents, sm_count: int
-) -> bool:
+def _splits_as_timed(strategy: Strategy, answer: Considered, entry: Entry, facts: CallFacts, sm_count: int) -> bool:
     """Whether the strategy's cost model takes what was timed at every point around the call. Then it is asked in between as well:
     it knows how segments fill the SMs, and a rule, the power of two next to a constant times a root, does not."""
-    around = {
-        point: strategy.splits(facts, bucket(record.points[point].extents), sm_count)[0]
-        for point in _weights_of_points(record, extents) or ()
-    }
+    points = answer.stored.record.points
+    around = {point: strategy.splits(facts, bucket(points[point].extents), sm_count)[0] for point in answer.points}
     return all((timed := entry.curve[point]) is not None and timed.split == split for point, split in around.items())
 
 
@@ -385,7 +372,7 @@ def _consider(
     faster = [way for way in ways[1:] if way.rejection is None and way.speedup_low > 1]
     limit = max((math.log(way.speedup) for way in faster), default=0.0) - TIE
     chosen = next((way for way in faster if math.log(way.speedup) >= limit), ways[0])
-    return Considered(stored, match, ways, chosen)
+    return Considered(stored, match, ways, chosen, tuple(weights))
 
 
 def _weights_of_points(record: Record, extents: Extents | None) -> dict[int, float] | None:

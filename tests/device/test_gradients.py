@@ -13,7 +13,7 @@ import torch
 from cases import GATES, RAGGED_LENGTHS, Case, arguments, fill_free_memory_with_nan, oracle, relative_l2
 
 import qla_jit
-from qla_jit import kernel_cache, select
+from qla_jit import kernel_cache, once, select
 from qla_jit.compiler import CompileRequest
 from qla_jit.device import gpu_info
 from qla_jit.errors import QLAError
@@ -451,6 +451,7 @@ def test_no_later_step_compiles() -> None:
 
 
 def test_a_call_whose_gradients_no_kernel_covers_takes_the_reference_in_both_directions() -> None:
+    once._said.clear()                   # or the warning may have been given before
     call = arguments(replace(BASE, K=80, H=1, HV=2, lengths=(70,)), device="cuda")
     with pytest.warns(UserWarning, match="PyTorch reference"):
         actual, do = gradients(call)
