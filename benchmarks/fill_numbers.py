@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,10 @@ NOT_MEASURED = "Not measured yet.\n"
 
 
 def main(arguments: Sequence[str]) -> int:
-    forward = results.load(results.RESULTS / "h200" / "forward.json")
-    backward = results.load(results.RESULTS / "h200" / "backward.json")
-    cold_start = results.load(results.RESULTS / "h200" / "cold_start.json")
-    other_dims = results.load(results.RESULTS / "h200" / "forward_dims.json")
-    scaling = results.load(results.RESULTS / "h200" / "scaling.json")
-    choices = results.load(results.RESULTS / "h200" / "dispatch.json")
+    names = ("forward", "forward_dims", "backward", "cold_start", "scaling", "dispatch")
+    forward, other_dims, backward, cold_start, scaling, choices = (
+        results.load(results.RESULTS / "h200" / f"{name}.json") for name in names
+    )
     sections = {
         "forward_summary": summary("forward", forward),
         "forward_table": forward_table(forward, "![Forward time by shape](forward_h200.svg)\n\n"),
@@ -68,6 +66,11 @@ def filled(text: str, sections: dict[str, str]) -> str:
     return SECTION.sub(lambda match: match[1] + sections[match[2]] + match[3], text)
 
 
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    heading, *lines = (f"| {' | '.join(cells)} |" for cells in (columns, *rows))
+    return "\n".join([heading, "|---" * len(columns) + "|", *lines]) + "\n\n"
+
+
 def summary(op: str, document: dict[str, Any]) -> str:
     """Milliseconds of qla_jit and, in brackets, how many times faster than the fastest other library, by shape. What has no
     number has no line and no column."""
@@ -77,11 +80,11 @@ def summary(op: str, document: dict[str, Any]) -> str:
     head_pairs, sequence_sets = SHAPES[op]
     head_pairs = [pair for pair in head_pairs if any(pair == (H, HV) for H, HV, _ in shown)]
     sequence_sets = [seqlens for seqlens in sequence_sets if any(seqlens == lengths for _, _, lengths in shown)]
-    heads = " | ".join(f"H={H}, HV={HV}" for H, HV in head_pairs)
-    lines = [f"| sequences | {heads} |", "|---" * (1 + len(head_pairs)) + "|"]
-    for seqlens in sequence_sets:
-        cells = [summary_cell(results.find_row(document, Row(H, HV, seqlens))) for H, HV in head_pairs]
-        lines.append(f"| {lengths_name(seqlens)} | " + " | ".join(cells) + " |")
+    columns = ("sequences", *(f"H={H}, HV={HV}" for H, HV in head_pairs))
+    rows = [
+        (lengths_name(seqlens), *(summary_cell(results.find_row(document, Row(H, HV, seqlens))) for H, HV in head_pairs))
+        for seqlens in sequence_sets
+    ]
     ratios = [ratio for entry in document["rows"] if (ratio := speed_ratio(entry)) is not None]
     errors = [entry["rel_l2"] for entry in document["rows"] if entry["rel_l2"]]
     largest = ", ".join(f"{output} {max(error[output] for error in errors):.1e}" for output in results.OUTPUTS[op])
@@ -91,7 +94,7 @@ def summary(op: str, document: dict[str, Any]) -> str:
     ]
     if ratios:
         said.insert(1, f"Geometric mean of the brackets: {statistics.geometric_mean(ratios):.2f} over {len(ratios)} rows.")
-    return "\n".join(lines) + "\n\n" + " ".join(said) + "\n"
+    return table(columns, rows) + " ".join(said) + "\n"
 
 
 def forward_table(document: dict[str, Any], picture: str = "") -> str:
@@ -99,17 +102,14 @@ def forward_table(document: dict[str, Any], picture: str = "") -> str:
     if not document["rows"]:
         return NOT_MEASURED
     names = [system.name for system in SYSTEMS]
-    lines = [
-        "| heads | sequences | " + " | ".join(f"{name} ms" for name in names) + " | error o | error state | strategy |",
-        "|---" * (5 + len(names)) + "|",
-    ]
+    columns = ("heads", "sequences", *(f"{name} ms" for name in names), "error o", "error state", "strategy")
+    rows = []
     for entry in document["rows"]:
         times = [time_cell(entry, name) for name in names]
         error = [f"{entry['rel_l2'][output]:.2e}" if entry["rel_l2"] else "" for output in ("o", "state")]
         heads, sequences = results.row_of(entry).shape.replace(",", ", "), lengths_name(tuple(entry["seqlens"]))
-        cells = [heads, sequences, *times, *error, entry["strategy"] or ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return picture + "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
+        rows.append((heads, sequences, *times, *error, entry["strategy"] or ""))
+    return picture + table(columns, rows) + f"{origin(document)} {document['protocol']}\n"
 
 
 def backward_table(document: dict[str, Any]) -> str:
@@ -119,7 +119,7 @@ def backward_table(document: dict[str, Any]) -> str:
     names = [system.name for system in TRAINING_SYSTEMS]
     columns = ["H, HV", "sequences", *(f"{what}: {' / '.join(names)}" for what in ("ms", "step ms", "peak MiB"))]
     columns += [*(f"error {output}" for output in results.OUTPUTS["backward"]), "strategy"]
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    rows = []
     for entry in document["rows"]:
         steps = {name: f"{ms:.3f}" for name, ms in entry["step_ms"].items()}
         memory = {name: f"{peak / 2**20:.0f}" for name, peak in entry["peak_bytes"].items()}
@@ -128,28 +128,27 @@ def backward_table(document: dict[str, Any]) -> str:
         cells += [" / ".join(values.get(name, "-") for name in names) for values in (steps, memory)]
         cells += [f"{entry['rel_l2'][output]:.2e}" if entry["rel_l2"] else "" for output in results.OUTPUTS["backward"]]
         cells.append(entry.get("strategy") or "")        # rows of before 2026-11-30 do not say
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + f"\n\n{origin(document)} {document['protocol']}\n"
+        rows.append(cells)
+    return table(columns, rows) + f"{origin(document)} {document['protocol']}\n"
 
 
 def cold_start_table(document: dict[str, Any], *, with_protocol: bool) -> str:
     if not document["rows"]:
         return NOT_MEASURED
     columns = ("shape", "compile, s", "first call, empty cache, s", "load, s", "first call, warm cache, s", "host, µs")
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    rows = []
     for entry in document["rows"]:
         cold, warm = entry["cold"], entry["warm"]
-        cells = [
+        rows.append((
             f"H={entry['H']}, HV={entry['HV']}, {entry['arch']}",
             f"{cold['compile_seconds']:.1f} ({cold['compiles']} kernels)",
             _seconds(cold["first_call_seconds"]),
             f"{warm['load_seconds']:.3f} ({warm['disk_hits']} kernels)",
             _seconds(warm["first_call_seconds"]),
             "" if warm["host_us"] is None else f"{warm['host_us']:.0f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        ))
     said = f"{origin(document)} {document['protocol']}" if with_protocol else origin(document)
-    return "\n".join(lines) + f"\n\n{said}\n"
+    return table(columns, rows) + f"{said}\n"
 
 
 def shipped_table(document: dict[str, Any]) -> str:
@@ -157,17 +156,16 @@ def shipped_table(document: dict[str, Any]) -> str:
     if "shipped" not in document:
         return NOT_MEASURED
     part = document["shipped"]
-    lines = ["| | kernels loaded | load, s | first call, s | import, s |", "|---|---|---|---|---|"]
+    rows = []
     for name in ("forward", "training"):
         used = part[name]
         first_call = _seconds(used["first_call_seconds"])
-        cells = (name, str(used["disk_hits"]), f"{used['load_seconds']:.3f}", first_call, f"{used['import_seconds']:.2f}")
-        lines.append("| " + " | ".join(cells) + " |")
+        rows.append((name, str(used["disk_hits"]), f"{used['load_seconds']:.3f}", first_call, f"{used['import_seconds']:.2f}"))
     said = (
         f"A bundle that was built {part['built']}: {part['kernels']} kernels for {', '.join(part['arch'])}, "
         f"{part['bytes'] / 1e6:.1f} MB, packed {part['packed_bytes'] / 1e6:.1f} MB. {part_origin(document, part)}"
     )
-    return "\n".join(lines) + f"\n\n{said}\n"
+    return table(("", "kernels loaded", "load, s", "first call, s", "import, s"), rows) + f"{said}\n"
 
 
 def warm_load_table(document: dict[str, Any]) -> str:
@@ -175,11 +173,12 @@ def warm_load_table(document: dict[str, Any]) -> str:
     if "warm_load" not in document:
         return NOT_MEASURED
     part = document["warm_load"]
-    lines = ["| cache of | load, s | files touched | import, s |", "|---|---|---|---|"]
-    for name in ("qla_jit", "tilelang"):
-        loaded = part[name]
-        lines.append(f"| {name} | {loaded['seconds']:.3f} | {loaded['files']} | {loaded['import_seconds']:.2f} |")
-    return "\n".join(lines) + f"\n\n{part['kernels']} kernels for {part['arch']}. {part_origin(document, part)}\n"
+    rows = [
+        (name, f"{loaded['seconds']:.3f}", str(loaded["files"]), f"{loaded['import_seconds']:.2f}")
+        for name, loaded in ((name, part[name]) for name in ("qla_jit", "tilelang"))
+    ]
+    said = f"{part['kernels']} kernels for {part['arch']}. {part_origin(document, part)}"
+    return table(("cache of", "load, s", "files touched", "import, s"), rows) + f"{said}\n"
 
 
 def scaling_table(document: dict[str, Any]) -> str:
@@ -187,11 +186,11 @@ def scaling_table(document: dict[str, Any]) -> str:
     rows = [row for row in document["rows"] if row["part"] == "tokens" and "qla_jit" in row["ms"]]
     if not rows:
         return NOT_MEASURED
-    lines = ["| tokens | ms | ns a token | bytes a token |", "|---|---|---|---|"]
+    cells = []
     for row in rows:
         ms, tokens = row["ms"]["qla_jit"], row["size"]
-        lines.append(f"| {tokens} | {ms:.3f} | {1e6 * ms / tokens:.1f} | {row['peak_bytes']['qla_jit'] / tokens:.0f} |")
-    return "\n".join(lines) + f"\n\n{origin(document)}\n"
+        cells.append((str(tokens), f"{ms:.3f}", f"{1e6 * ms / tokens:.1f}", f"{row['peak_bytes']['qla_jit'] / tokens:.0f}"))
+    return table(("tokens", "ms", "ns a token", "bytes a token"), cells) + f"{origin(document)}\n"
 
 
 def lengths_table(document: dict[str, Any]) -> str:
@@ -200,11 +199,11 @@ def lengths_table(document: dict[str, Any]) -> str:
     shown = [by_length[length] for length in LENGTHS_SHOWN if length in by_length]
     if not shown:
         return NOT_MEASURED
-    lines = ["| tokens a sequence | " + " | ".join(str(row["size"]) for row in shown) + " |", "|---" * (1 + len(shown)) + "|"]
+    cells = []
     for title, name, digits in (("ns a token", "ns_per_token", 1), ("over the nearest multiple of 64", "over_neighbour", 2)):
         values = (row.get(name) for row in shown)
-        lines.append(f"| {title} | " + " | ".join("" if value is None else f"{value:.{digits}f}" for value in values) + " |")
-    return "\n".join(lines) + f"\n\n{origin(document)}\n"
+        cells.append((title, *("" if value is None else f"{value:.{digits}f}" for value in values)))
+    return table(("tokens a sequence", *(str(row["size"]) for row in shown)), cells) + f"{origin(document)}\n"
 
 
 def dispatch_summary(document: dict[str, Any]) -> str:
