@@ -14,7 +14,7 @@ from pathlib import Path
 import pydantic
 import pytest
 import tiny_template
-from fake_compiler import assert_launches, copied_not_compiled, entry_of, fresh_cache
+from fake_compiler import assert_launches, entry_of
 from tiny_template import TEMPLATE, built, needs_nvcc, request
 
 from qla_jit import cache_dir, compiler, kernel_cache, kernel_store
@@ -24,15 +24,7 @@ from qla_jit.kernel_templates.arch import SM80
 
 TESTS = Path(__file__).parent
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    yield from fresh_cache(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    return copied_not_compiled(monkeypatch)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def delta(before):

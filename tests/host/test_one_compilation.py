@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_compiler import assert_launches, copied_not_compiled, entry_of, fresh_cache
+from fake_compiler import assert_launches, entry_of
 from tiny_template import built, needs_nvcc, request
 
 from qla_jit import compiler, kernel_cache, kernel_store, node_locks, once
@@ -20,15 +20,7 @@ from qla_jit.kernel_cache import get, key_of
 
 TESTS = Path(__file__).parent
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    yield from fresh_cache(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    return copied_not_compiled(monkeypatch)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @needs_nvcc
