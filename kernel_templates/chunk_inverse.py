@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from .arch import SM90A, Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
+from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.sequences import locate_chunk
 from .macros.warp_inverse import PRELUDE, PRODUCTS_FLOATS, THREADS, WARPS, invert, store_products, take_accumulators
 
@@ -147,13 +148,14 @@ def build(problem: Problem, config: Config):
             accumulators = T.alloc_local((C * C // THREADS,), "float32")
             k_ready = T.alloc_barrier(arrive_count=[THREADS])
             thread = T.get_thread_binding()
+            wait_for_the_kernel_before()
+            if config.early_next:
+                let_the_next_kernel_come()
             warp = thread // 32
             n, start, valid = locate_chunk(problem.packed, cu_seqlens, bounds - 1, tokens, slot, C)
             row = T.alloc_var("int32")
             row = 0 if problem.packed else n
 
-            if config.early_next:
-                T.pdl_trigger()
             if valid > 0:
                 for panel in T.unroll(key_panels(problem)):
                     first_k = panel * C

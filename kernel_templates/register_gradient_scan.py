@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
+from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import (
     ERASE,
     FROM_END,
@@ -87,8 +88,8 @@ class Config:
 
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
-        "q", "k", "do", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "final_state_gradient", "state_gradients", "dv",
-        "initial_state_gradient", "warm_chunks", "scale", "log2_scale", "chunks_per_segment", "blocks",
+        "q", "k", "do", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "final_state_gradient",
+        "state_gradients", "dv", "initial_state_gradient", "warm_chunks", "scale", "log2_scale", "chunks_per_segment", "blocks",
     )  # fmt: skip
 
 
@@ -449,6 +450,7 @@ def build(problem: Problem, config: Config):
         A_log: T.Tensor((HV,), "float32"),
         dt_bias: T.Tensor((HV,), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before what is shaped by N, and may be absent
+        segments_before: T.Tensor((N + 1,), "int32"),
         final_state_gradient: T.Tensor(final_shape, "float32"),
         state_gradients: T.Tensor((slots, HV, V, K), dtype),
         dv: T.Tensor((B, tokens, HV, V), dtype),
@@ -462,10 +464,13 @@ def build(problem: Problem, config: Config):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(problem, config))
             tiles = Tiles(**shared, barriers=barriers)
+            wait_for_the_kernel_before()
+            let_the_next_kernel_come()
             swizzled = [tile for tile in (tiles.do, tiles.dw, tiles.s, tiles.Ab) if tile is not None]
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in swizzled})
-            all_places = places if problem.split else N
-            walk = WarmWalk(problem, cu_seqlens, tokens, N, all_places, V // ROWS, chunks_per_segment, block, blocks, warm_chunks)
+            walk = WarmWalk(
+                problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks, warm_chunks
+            )
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
+from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import (
     GAMMA,
     GAMMA_SCALED,
@@ -103,7 +104,7 @@ class Config:
 
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
-        "q", "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "initial_state", "o", "final_state",
+        "q", "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "initial_state", "o", "final_state",
         "scale", "log2_scale", "chunks_per_segment", "blocks",
     )  # fmt: skip
 
@@ -363,6 +364,7 @@ def build(problem: Problem, config: Config):
         A_log: T.Tensor((HV,), "float32"),
         dt_bias: T.Tensor((HV,), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
+        segments_before: T.Tensor((N + 1,), "int32"),
         initial_state: initial_state_tensor(problem, N, places),
         o: T.Tensor((B, tokens, HV, V), dtype),
         final_state: T.Tensor(state_shape(problem, N), "float32"),
@@ -374,9 +376,10 @@ def build(problem: Problem, config: Config):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
+            wait_for_the_kernel_before()
+            let_the_next_kernel_come()
             T.annotate_layout({tiles.v: make_swizzled_layout(tiles.v), tiles.o: make_swizzled_layout(tiles.o)})
-            all_places = places if problem.split else N
-            walk = Walk(problem, cu_seqlens, tokens, N, all_places, V // ROWS, chunks_per_segment, block, blocks)
+            walk = Walk(problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
+from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import (
     GAMMA,
     GATE_STAGES,
@@ -78,7 +79,8 @@ class Config:
 
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
-        "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "initial_state", "states", "v_new", "chunks_per_segment", "blocks",
+        "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "initial_state", "states", "v_new",
+        "chunks_per_segment", "blocks",
     )  # fmt: skip
 
 
@@ -309,6 +311,7 @@ def build(problem: Problem, config: Config):
         A_log: T.Tensor((HV,), "float32"),
         dt_bias: T.Tensor((HV,), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
+        segments_before: T.Tensor((N + 1,), "int32"),
         initial_state: initial_state_tensor(problem, N, places),
         states: T.Tensor((slots, HV, V, K), dtype),
         v_new: T.Tensor((slots, HV, C, V), dtype),
@@ -318,9 +321,10 @@ def build(problem: Problem, config: Config):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
+            wait_for_the_kernel_before()
+            let_the_next_kernel_come()
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (tiles.v, tiles.v_new, tiles.s)})
-            all_places = places if problem.split else N
-            walk = Walk(problem, cu_seqlens, tokens, N, all_places, V // ROWS, chunks_per_segment, block, blocks)
+            walk = Walk(problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)

@@ -6,17 +6,20 @@
 With `backwards` the same of the chunks at the start, for gradients, which come from behind. What is behind the last segment of a
 sequence matters there and what is in front of the first does not; a ragged chunk at the end is taken not to decay.
 
+Where it is not `backwards` it also counts the segments before each sequence, by which blocks that take turns find theirs.
+
 The neglected part of the state is at most exp(THRESHOLD) of it, because the delta rule without gates is a contraction for
-unit keys and strengths in [0, 2]. One block per place and 32 heads: lanes are heads, warps are chunks.
+unit keys and strengths in [0, 2]. One block per place and 32 heads: lanes are heads, warps are chunks. One block more counts.
 """
 
 from dataclasses import dataclass
 
-from .arch import ARCHES, Arch
+from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T
 from .macros.gates import at_least_reset, gate_of_logit
-from .macros.segments import locate_segment
+from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
+from .macros.segments import count_segments, locate_segment
 
 # exp(-10) = 4.5e-5 of the state, against the 3e-3 by which bf16 operands round it.
 THRESHOLD = -10.0
@@ -41,7 +44,7 @@ class Config:
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
-    return ("g", "A_log", "dt_bias", "cu_seqlens", "warm_chunks", "chunks_per_segment")
+    return ("g", "A_log", "dt_bias", "cu_seqlens", "warm_chunks", "segments_before", "chunks_per_segment")
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
@@ -68,10 +71,14 @@ def build(problem: Problem, config: Config):
         dt_bias: T.Tensor((HV,), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
         warm_chunks: T.Tensor((places, HV), "int32"),
+        segments_before: T.Tensor((N + 1,), "int32"),
         chunks_per_segment: T.int32,
     ):
-        with T.Kernel(places, T.ceildiv(HV, HEADS), threads=HEADS * warps) as (place, head_block):
+        blocks = places if problem.backwards else places + 1
+        with T.Kernel(blocks, T.ceildiv(HV, HEADS), threads=HEADS * warps) as (place, head_block):
             sums = T.alloc_shared((warps, HEADS), "float32")
+            wait_for_the_kernel_before()
+            let_the_next_kernel_come()
             thread = T.get_thread_binding()
             lane = thread % HEADS
             warp = thread // HEADS
@@ -109,6 +116,12 @@ def build(problem: Problem, config: Config):
                     T.sync_threads()
                 if head < HV and warp == 0:
                     warm_chunks[place, head] = found
+            if not problem.backwards:
+                if place == places and head_block == 0:
+                    for turn in T.serial(T.ceildiv(N + 1, HEADS * warps)):
+                        n = turn * HEADS * warps + thread
+                        if n <= N:
+                            segments_before[n] = count_segments(problem.packed, cu_seqlens, tokens, n, C, chunks_per_segment)
 
     return segment_plan
 
@@ -117,7 +130,7 @@ TEMPLATE = Template(
     name="segment_plan",
     problem=Problem,
     config=Config,
-    arches=tuple(ARCHES),
+    arches=("sm_90a",),                  # programmatic dependent launch
     arguments=arguments,
     buffers=buffers,
     roles=roles,

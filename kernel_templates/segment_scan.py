@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
+from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import (
     GAMMA,
     GATE_STAGES,
@@ -73,7 +74,10 @@ class Config:
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
-    return ("k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "warm_chunks", "transfers", "chunks_per_segment", "blocks")
+    return (
+        "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "warm_chunks", "transfers",
+        "chunks_per_segment", "blocks",
+    )  # fmt: skip
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
@@ -300,6 +304,7 @@ def build(problem: Problem, config: Config):
         A_log: T.Tensor((HV,), "float32"),
         dt_bias: T.Tensor((HV,), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
+        segments_before: T.Tensor((N + 1,), "int32"),
         warm_chunks: T.Tensor((places, HV), "int32"),
         transfers: T.Tensor((places, HV, V + K, K), "float32"),
         chunks_per_segment: T.int32,
@@ -308,8 +313,10 @@ def build(problem: Problem, config: Config):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
+            wait_for_the_kernel_before()
+            let_the_next_kernel_come()
             T.annotate_layout({tiles.v: make_swizzled_layout(tiles.v)})
-            walk = Walk(problem, cu_seqlens, tokens, N, places, V // ROWS + 1, chunks_per_segment, block, blocks)
+            walk = Walk(problem, cu_seqlens, tokens, N, segments_before, V // ROWS + 1, chunks_per_segment, block, blocks)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)

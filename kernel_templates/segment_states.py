@@ -8,9 +8,10 @@ loaded ahead whether it is wanted or not: a load that waits for the answer costs
 
 from dataclasses import dataclass
 
-from .arch import ARCHES, Arch
+from .arch import Arch
 from .contract import Buffer, Role, Template, block_divides_values, knob
 from .language import T
+from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.segments import first_place
 from .macros.sequences import sequence_bounds
 from .macros.states import read_transposed_state, state_block, state_shape
@@ -77,6 +78,8 @@ def build(problem: Problem, config: Config):
             M, N_tile, state_tile = (T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config))
             state = T.alloc_fragment((block_v, K), "float32")
             product = T.alloc_fragment((block_v, K), "float32")
+            wait_for_the_kernel_before()
+            let_the_next_kernel_come()
             n, head, first_v = state_block(block, problem, block_v)
             _row, _first, length, _slot = sequence_bounds(problem.packed, cu_seqlens, tokens, n, C)
             place = first_place(problem.packed, cu_seqlens, tokens, n, C, chunks_per_segment)
@@ -102,7 +105,7 @@ TEMPLATE = Template(
     name="segment_states",
     problem=Problem,
     config=Config,
-    arches=tuple(ARCHES),
+    arches=("sm_90a",),                  # programmatic dependent launch
     arguments=arguments,
     buffers=buffers,
     roles=roles,

@@ -22,6 +22,7 @@ from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
 from .macros.gates import LOG2E
+from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import load_column_factors, load_row_factors
 from .macros.register_roles import HALF, WARP, allocate, allow_register_indices, load, load_rows, signal, wait_free, wait_full
 from .macros.register_tiles import from_registers, row_lane_offset, to_registers
@@ -603,6 +604,8 @@ def build(problem: Problem, config: Config):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
+            wait_for_the_kernel_before()
+            let_the_next_kernel_come()
             walk = Walk(problem, cu_seqlens, tokens, N, slots, block, blocks)
             thread = T.get_thread_binding()
             if thread < 128:

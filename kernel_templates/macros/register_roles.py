@@ -11,7 +11,7 @@ from typing import Any
 from ..arch import Arch
 from ..contract import Buffer, Rejection, Role
 from ..language import T, macro
-from .segments import locate_segment
+from .segments import locate_rank
 from .sequences import sequence_bounds
 from .states import read_transposed_state, state_shape
 
@@ -60,7 +60,7 @@ class Item:
     n: object                            # sequence
     row: object                          # batch row
     first: object                        # token
-    length: object                       # tokens; negative for a place without a segment
+    length: object                       # tokens
     slot: object                         # of the first chunk
     segment: object                      # 0, unless the problem is split
     last: object                         # segment of the sequence
@@ -74,7 +74,7 @@ class Walk:
     cu_seqlens: object
     tokens: object
     N: object
-    places: object                       # segments, if the problem is split into them; else sequences
+    segments_before: object              # of each sequence and of all, if the problem is split into segments
     parts: int                           # items per segment and value head
     L: object                            # chunks per segment
     block: object
@@ -82,10 +82,11 @@ class Walk:
 
     @property
     def steps(self):
-        return T.ceildiv(self.places * self.problem.HV * self.parts - self.block, self.blocks)
+        segments = self.segments_before[self.N] if self.problem.split else self.N
+        return T.ceildiv(segments * self.problem.HV * self.parts - self.block, self.blocks)
 
     def coordinates(self, step):
-        """(place, value head, part). Neighbours differ in the head: they share Q and K in L2."""
+        """(rank, value head, part). Neighbours differ in the head: they share Q and K in L2."""
         item = self.block + step * self.blocks
         return item // (self.problem.HV * self.parts), item % self.problem.HV, item // self.problem.HV % self.parts
 
@@ -97,15 +98,15 @@ class Walk:
 @macro
 def item_of(walk, step):
     problem, C = walk.problem, walk.problem.C
-    place, head, part = walk.coordinates(step)
+    rank, head, part = walk.coordinates(step)
     if problem.split:
-        n, row, first, length, slot, segment, last = locate_segment(
-            problem.packed, walk.cu_seqlens, walk.N, walk.tokens, place, C, walk.L
+        place, n, row, first, length, slot, segment, last = locate_rank(
+            problem.packed, walk.cu_seqlens, walk.segments_before, walk.N, walk.tokens, rank, C, walk.L
         )
         return Item(place, head, part, n, row, first, length, slot, segment, last)
     else:
-        row, first, length, slot = sequence_bounds(problem.packed, walk.cu_seqlens, walk.tokens, place, C)
-        return Item(place, head, part, place, row, first, length, slot, 0, 0)
+        row, first, length, slot = sequence_bounds(problem.packed, walk.cu_seqlens, walk.tokens, rank, C)
+        return Item(rank, head, part, rank, row, first, length, slot, 0, 0)
 
 
 @macro

@@ -182,11 +182,13 @@ def _registers(
     Ab = chunk_inverses(launch, inputs, k, slots)
     if "segment_plan" in launch:
         segments = scanned_segments(launch, inputs, k, v, Ab, initial_state, slots=slots, split=kernels.dispatch.split)
-        scans = RegisterScans(launch, inputs, q, k, v, do, Ab, places=segments.places, L=segments.L)
+        scans = RegisterScans(
+            launch, inputs, q, k, v, do, Ab, segments.segments_before, places=segments.places, L=segments.L
+        )
         states, v_new = scans.states(segments.states)
         behind = _gradients_behind(scans, segments, dht)
     else:
-        scans = RegisterScans(launch, inputs, q, k, v, do, Ab, places=inputs.N, L=WHOLE_SEQUENCES)
+        scans = RegisterScans(launch, inputs, q, k, v, do, Ab, None, places=inputs.N, L=WHOLE_SEQUENCES)
         states, v_new = scans.states(initial_state)
         behind = dht
     state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
@@ -208,6 +210,7 @@ class RegisterScans:
     v: torch.Tensor
     do: torch.Tensor
     Ab: torch.Tensor                             # [slots, HV, C, C]
+    segments_before: torch.Tensor | None         # [N + 1]; None where sequences are whole
     _: dataclasses.KW_ONLY
     places: int                                  # of segments; as many as there are sequences where those are whole
     L: int                                       # chunks per segment, or WHOLE_SEQUENCES
@@ -219,8 +222,9 @@ class RegisterScans:
         states = torch.empty(slots, HV, facts.V, facts.K, dtype=facts.dtype, device=facts.device)
         v_new = torch.empty(slots, HV, C, facts.V, dtype=facts.dtype, device=facts.device)
         self.launch["register_state_scan"](
-            self.k, self.v, self.Ab, *self._gates, self.inputs.cu_seqlens, initial, states, v_new, self.L, self._blocks
-        )
+            self.k, self.v, self.Ab, *self._gates, self.inputs.cu_seqlens, self.segments_before, initial, states, v_new,
+            self.L, self._blocks,
+        )  # fmt: skip
         return states, v_new
 
     def gradients(
@@ -237,8 +241,8 @@ class RegisterScans:
         # Where the gates decide how long an item takes, a block for each: as in segment_scan.
         blocks = self._blocks if warm_chunks is None else self._items
         self.launch[step](
-            self.q, self.k, self.do, self.Ab, *self._gates, self.inputs.cu_seqlens, behind, state_gradients, dv, in_front,
-            warm_chunks, scale, math.log2(scale) if scale else -math.inf, self.L, blocks,
+            self.q, self.k, self.do, self.Ab, *self._gates, self.inputs.cu_seqlens, self.segments_before, behind,
+            state_gradients, dv, in_front, warm_chunks, scale, math.log2(scale) if scale else -math.inf, self.L, blocks,
         )  # fmt: skip
 
     @property
@@ -259,7 +263,7 @@ def _gradients_behind(scans: RegisterScans, segments: Segments, dht: torch.Tenso
     """The gradient of the state behind each segment, [places, HV, V, K]."""
     launch, inputs = scans.launch, scans.inputs
     own, behind = torch.empty_like(segments.states), torch.empty_like(segments.states)
-    warm_chunks = warm_chunks_of(launch["segment_plan_backwards"], inputs, places=segments.places, L=segments.L)
+    warm_chunks = warm_chunks_of(launch["segment_plan_backwards"], inputs, None, places=segments.places, L=segments.L)
     scans.gradients("segment_gradient_scan", dht, None, None, own, warm_chunks)
     launch["segment_state_gradients"](
         segments.transfers, segments.warm_chunks, inputs.cu_seqlens, dht, own, behind, segments.L, inputs.T, inputs.N

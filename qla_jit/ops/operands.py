@@ -35,6 +35,7 @@ class Segments(NamedTuple):
     L: int                                       # chunks per segment
     places: int
     warm_chunks: torch.Tensor                    # [places, HV], int32: of segment_plan
+    segments_before: torch.Tensor                # [N + 1], int32: in the sequences before each, and in all
     transfers: torch.Tensor                      # [places, HV, V + K, K], fp32: N and M, transposed
     states: torch.Tensor                         # [places, HV, V, K], fp32: the state that enters
 
@@ -119,21 +120,26 @@ def scanned_segments(
     L = slots if split is None else split
     places = place_count(slots, inputs.N, L)
 
-    warm_chunks = warm_chunks_of(launch["segment_plan"], inputs, places=places, L=L)
+    segments_before = torch.empty(inputs.N + 1, dtype=torch.int32, device=device)
+    warm_chunks = warm_chunks_of(launch["segment_plan"], inputs, segments_before, places=places, L=L)
     transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=device)
     # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
     items = places * HV * (V // ROWS + 1)
     gates = (inputs.g, inputs.A_log, inputs.dt_bias)
-    launch["segment_scan"](k, v, Ab, *gates, cu_seqlens, warm_chunks, transfers, L, items)
+    launch["segment_scan"](k, v, Ab, *gates, cu_seqlens, segments_before, warm_chunks, transfers, L, items)
     states = torch.empty(places, HV, V, K, dtype=torch.float32, device=device)
     launch["segment_states"](transfers, warm_chunks, cu_seqlens, initial_state, states, L, inputs.T, inputs.N)
-    return Segments(L, places, warm_chunks, transfers, states)
+    return Segments(L, places, warm_chunks, segments_before, transfers, states)
 
 
-def warm_chunks_of(launch: Callable[..., None], inputs: CallInputs, *, places: int, L: int) -> torch.Tensor:
-    """How many chunks of each segment suffice, [places, HV], from the end that segment_plan was built for."""
+def warm_chunks_of(
+    launch: Callable[..., None], inputs: CallInputs, segments_before: torch.Tensor | None, *, places: int, L: int
+) -> torch.Tensor:
+    """How many chunks of each segment suffice, [places, HV], from the end that segment_plan was built for.
+
+    segments_before: room for what it counts, unless it goes backwards."""
     warm_chunks = torch.empty(places, inputs.facts.HV, dtype=torch.int32, device=inputs.facts.device)
-    launch(inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, warm_chunks, L)
+    launch(inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, warm_chunks, segments_before, L)
     return warm_chunks
 
 

@@ -102,7 +102,9 @@ def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     v = aligned(inputs.v)
     Ab = chunk_inverses(kernels.launch, inputs, k, slots_of(inputs))
     initial_state, final_state = _states(inputs)
-    o = _rest_of_forward(kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, places=inputs.N, chunks_per_segment=0)
+    o = _rest_of_forward(
+        kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, None, places=inputs.N, chunks_per_segment=0
+    )
     return ForwardResult(o, final_state)
 
 
@@ -115,8 +117,9 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     initial_state, final_state = _states(inputs)
     segments = scanned_segments(launch, inputs, k, v, Ab, initial_state, slots=slots, split=kernels.split)
     o = _rest_of_forward(
-        launch, inputs, q, k, v, Ab, segments.states, final_state, places=segments.places, chunks_per_segment=segments.L
-    )
+        launch, inputs, q, k, v, Ab, segments.states, final_state, segments.segments_before,
+        places=segments.places, chunks_per_segment=segments.L,
+    )  # fmt: skip
     return ForwardResult(o, final_state)
 
 
@@ -132,6 +135,7 @@ def _rest_of_forward(
     Ab: torch.Tensor,
     initial_state: torch.Tensor | None,
     final_state: torch.Tensor | None,
+    segments_before: torch.Tensor | None,
     *,
     places: int,
     chunks_per_segment: int,
@@ -141,8 +145,8 @@ def _rest_of_forward(
     scale = abs(inputs.scale)            # the kernel works with its logarithm
     blocks = _blocks(inputs, places * inputs.facts.HV * (inputs.facts.V // ROWS))
     launch["register_state_forward"](
-        q, k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, initial_state, o, final_state,
-        scale, math.log2(scale) if scale else -math.inf, chunks_per_segment, blocks,
+        q, k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, segments_before, initial_state, o,
+        final_state, scale, math.log2(scale) if scale else -math.inf, chunks_per_segment, blocks,
     )  # fmt: skip
     return o.neg_() if inputs.scale < 0 else o
 

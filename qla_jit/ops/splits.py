@@ -6,8 +6,6 @@ go from segment to segment one after the other. Short segments fill the GPU and 
 
 from __future__ import annotations
 
-import functools
-
 # Microseconds on an H200, fitted to 1026 times of nine head pairs at sixteen sizes with every L (docs/performance.md): what the
 # model takes is 0.4 % slower than the best of them in the mean. Only ratios matter.
 # register_state_forward, one chunk of an item, by the mean share of SMs at work: memory and the power limit slow full GPUs.
@@ -28,7 +26,6 @@ GRADIENT_BOUNDARY = 2 * 1.2              # segment_states and segment_state_grad
 GRADIENT_LAUNCHES = 18.0                 # six kernels more
 GRADIENT_MARGIN = 0.9
 
-MOST_ITEMS = 20_000                      # are dealt out one by one; of more, the mean will do
 SEGMENTS = tuple(2**power for power in range(2, 12))
 
 
@@ -67,24 +64,14 @@ def steps_of_wholes(rows: int, longest: int, chunks: int, sm_count: int) -> int:
 
 
 def segments_in_all(longest: int, chunks: int, sequences: int, L: int) -> int:
-    if sequences * longest == chunks:
-        return sequences * -(-longest // L)
-    return chunks // L + sequences                   # at most; how much each sequence leaves over is not known
+    """Where the sequences behind the longest are alike; how much each of them leaves over is not known."""
+    others = sequences - 1
+    return -(-longest // L) + (others * max(-(-(chunks - longest) // (others * L)), 1) if others else 0)
 
 
-@functools.lru_cache(maxsize=4096)
 def busiest_block(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> int:
-    """Segments of the block that gets most of them, as the persistent kernels deal out items: to every sm_count-th place and row.
-
-    A place without a segment takes a turn like any other, so that one sequence more can mean a round more, or none."""
-    if sequences * longest != chunks or chunks * rows > MOST_ITEMS * L:
-        return -(-(chunks // L + sequences) * rows // sm_count)
-    taken = [0] * sm_count
-    for n in range(sequences):
-        first = n * (longest + 1) // L + n           # as in kernel_templates/macros/segments.py
-        for item in range(first * rows, (first + -(-longest // L)) * rows):
-            taken[item % sm_count] += 1
-    return max(taken)
+    """Segments of the block that gets most of them, as the persistent kernels deal them out: every sm_count-th item."""
+    return -(-segments_in_all(longest, chunks, sequences, L) * rows // sm_count)
 
 
 def chain_us(table: tuple[tuple[float, float], ...], chunks: int, steps: int, sm_count: int) -> float:

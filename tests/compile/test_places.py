@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qla_jit.kernel_templates.language import T
-from qla_jit.kernel_templates.macros.segments import locate_segment, place_count
+from qla_jit.kernel_templates.macros.segments import count_segments, locate_rank, locate_segment, place_count
 from qla_jit.kernel_templates.macros.sequences import locate_chunk, slot_count
 
 C = 64
@@ -21,13 +21,15 @@ NOT_WRITTEN = -99
 def compiled(packed: bool) -> Callable[..., None]:
     import tilelang
 
-    bounds, slots, places = (T.dynamic(name) for name in ("bounds", "slots", "places"))
+    bounds, slots, places, segments = (T.dynamic(name) for name in ("bounds", "slots", "places", "segments"))
 
     @T.prim_func
     def where(
         cu_seqlens: T.Tensor((bounds,), "int32"),
         of_slots: T.Tensor((slots, 3), "int32"),
         of_places: T.Tensor((places, 7), "int32"),
+        segments_before: T.Tensor((bounds,), "int32"),
+        of_ranks: T.Tensor((segments, 8), "int32"),
         tokens: T.int32,
         N: T.int32,
         L: T.int32,
@@ -46,19 +48,36 @@ def compiled(packed: bool) -> Callable[..., None]:
             of_places[place, 4] = slot
             of_places[place, 5] = segment
             of_places[place, 6] = last
+        for n in T.serial(N + 1):
+            segments_before[n] = count_segments(packed, cu_seqlens, tokens, n, C, L)
+        for rank in T.serial(segments_before[N]):
+            place, n, row, first, length, slot, segment, last = locate_rank(
+                packed, cu_seqlens, segments_before, N, tokens, rank, C, L
+            )
+            of_ranks[rank, 0] = place
+            of_ranks[rank, 1] = n
+            of_ranks[rank, 2] = row
+            of_ranks[rank, 3] = first
+            of_ranks[rank, 4] = length
+            of_ranks[rank, 5] = slot
+            of_ranks[rank, 6] = segment
+            of_ranks[rank, 7] = last
 
     return tilelang.compile(where, target="c")
 
 
-def run(packed: bool, lengths: tuple[int, ...], L: int, tail: int) -> tuple[list[list[int]], list[list[int]]]:
+def run(packed: bool, lengths: tuple[int, ...], L: int, tail: int) -> tuple[list[list[int]], ...]:
+    """What is found for each slot, for each place, and for each rank."""
     N = len(lengths)
     B, tokens = (1, sum(lengths) + tail) if packed else (N, lengths[0])
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     slots = slot_count(B, tokens, N, C, packed)
     of_slots = torch.full((slots, 3), NOT_WRITTEN, dtype=torch.int32)
     of_places = torch.full((place_count(slots, N, L), 7), NOT_WRITTEN, dtype=torch.int32)
-    compiled(packed)(starts, of_slots, of_places, tokens, N, L)
-    return of_slots.tolist(), of_places.tolist()
+    of_ranks = torch.full((len(of_places), 8), NOT_WRITTEN, dtype=torch.int32)
+    before = torch.full((N + 1,), NOT_WRITTEN, dtype=torch.int32)
+    compiled(packed)(starts, of_slots, of_places, before, of_ranks, tokens, N, L)
+    return of_slots.tolist(), of_places.tolist(), of_ranks[: before[-1]].tolist()
 
 
 def sequences(packed: bool, lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
@@ -77,7 +96,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("packed", "lengths", "tail"), CALLS, ids=str)
 def test_every_chunk_has_one_slot(packed: bool, lengths: tuple[int, ...], tail: int) -> None:
-    of_slots, _ = run(packed, lengths, 1, tail)
+    of_slots, _, _ = run(packed, lengths, 1, tail)
     found = [(n, start, valid) for n, start, valid in of_slots if valid > 0]
     expected = [
         (n, first + at, min(C, length - at)) for n, _, first, length in sequences(packed, lengths) for at in range(0, length, C)
@@ -90,13 +109,14 @@ def test_every_chunk_has_one_slot(packed: bool, lengths: tuple[int, ...], tail: 
 def test_every_segment_has_one_place_and_an_empty_sequence_too(
     packed: bool, lengths: tuple[int, ...], tail: int, L: int
 ) -> None:
-    of_slots, of_places = run(packed, lengths, L, tail)
+    of_slots, of_places, of_ranks = run(packed, lengths, L, tail)
     found = [place for place in of_places if place[3] >= 0]
     expected = []
     for n, row, first, length in sequences(packed, lengths):
         last = max(-(-length // (L * C)), 1) - 1
         expected += [(n, row, first + s * L * C, min(L * C, length - s * L * C), s, last) for s in range(last + 1)]
     assert [(n, row, first, tokens, s, last) for n, row, first, tokens, _, s, last in found] == expected
+    assert of_ranks == [[place, *of_places[place]] for place in range(len(of_places)) if of_places[place][3] >= 0]
     for n, _, first, tokens, slot, _, _ in found:
         if tokens:
             assert of_slots[slot][:2] == [n, first], "the first slot of a segment is that of its first chunk"

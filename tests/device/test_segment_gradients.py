@@ -160,25 +160,29 @@ class Scans:
         HV, V, places = case.HV, case.V, place_count(self.slots, self.N, L)
         gates = (self.g, None, None)
         warm_chunks, warm_backwards = (torch.full((places, HV), 99, dtype=torch.int32, device="cuda") for _ in range(2))
-        launch["segment_plan"](*gates, self.cu_seqlens, warm_chunks, L)
-        launch["segment_plan_backwards"](*gates, self.cu_seqlens, warm_backwards, L)
+        before = torch.full((self.N + 1,), -1, dtype=torch.int32, device="cuda")
+        launch["segment_plan"](*gates, self.cu_seqlens, warm_chunks, before, L)
+        launch["segment_plan_backwards"](*gates, self.cu_seqlens, warm_backwards, None, L)
         transfers = self.nan(places, V + K, K)
         items = places * HV * (V // ROWS + 1)
-        launch["segment_scan"](self.k, self.v, self.Ab, *gates, self.cu_seqlens, warm_chunks, transfers, L, items)
+        launch["segment_scan"](self.k, self.v, self.Ab, *gates, self.cu_seqlens, before, warm_chunks, transfers, L, items)
         states, own, gradients = (self.nan(places, V, K) for _ in range(3))
         launch["segment_states"](transfers, warm_chunks, self.cu_seqlens, self.initial_state, states, L, self.T, self.N)
-        self.scan_states("split_state_scan", states, out, places, L)
-        self.scan_gradients("transfers", self.dht, None, None, own, places, L, warm_backwards)
+        self.scan_states("split_state_scan", states, out, places, L, before)
+        self.scan_gradients("transfers", self.dht, None, None, own, places, L, before, warm_backwards)
         launch["segment_state_gradients"](
             transfers, warm_chunks, self.cu_seqlens, self.dht, own, gradients, L, self.T, self.N
         )
-        self.scan_gradients("split_gradient_scan", gradients, out.state_gradients, out.dv, out.dh0, places, L)
+        self.scan_gradients("split_gradient_scan", gradients, out.state_gradients, out.dv, out.dh0, places, L, before)
         return out
 
-    def scan_states(self, kernel: str, initial: torch.Tensor | None, out: Scanned, places: int, L: int) -> None:
+    def scan_states(
+        self, kernel: str, initial: torch.Tensor | None, out: Scanned, places: int, L: int, before: torch.Tensor | None = None
+    ) -> None:
         self.launch[kernel](
-            self.k, self.v, self.Ab, self.g, None, None, self.cu_seqlens, initial, out.states, out.v_new, L, self.blocks(places)
-        )
+            self.k, self.v, self.Ab, self.g, None, None, self.cu_seqlens, before, initial, out.states, out.v_new, L,
+            self.blocks(places),
+        )  # fmt: skip
 
     def scan_gradients(
         self,
@@ -189,11 +193,12 @@ class Scans:
         in_front: torch.Tensor | None,
         places: int,
         L: int,
+        before: torch.Tensor | None = None,
         warm_chunks: torch.Tensor | None = None,
     ) -> None:
         self.launch[kernel](
-            self.q, self.k, self.do, self.Ab, self.g, None, None, self.cu_seqlens, behind, state_gradients, dv, in_front,
-            warm_chunks, SCALE, math.log2(SCALE), L, self.blocks(places),
+            self.q, self.k, self.do, self.Ab, self.g, None, None, self.cu_seqlens, before, behind, state_gradients, dv,
+            in_front, warm_chunks, SCALE, math.log2(SCALE), L, self.blocks(places),
         )  # fmt: skip
 
     def blocks(self, places: int) -> int:

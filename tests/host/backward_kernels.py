@@ -102,13 +102,16 @@ class Kernels:
             L = (strength[:, None] * (K @ K.T)).tril(-1)
             Ab[slot, h, :n, :n] = torch.linalg.inv(torch.eye(n).double() + L) * strength
 
-    def segment_plan(self, g, A_log, dt_bias, cu_seqlens, warm_chunks, chunks_per_segment):
+    def segment_plan(self, g, A_log, dt_bias, cu_seqlens, warm_chunks, segments_before, chunks_per_segment):
         warm_chunks.fill_(-1)            # "nothing is forgotten" is always right, and exact
 
-    def segment_plan_backwards(self, g, A_log, dt_bias, cu_seqlens, warm_chunks, chunks_per_segment):
+    def segment_plan_backwards(self, g, A_log, dt_bias, cu_seqlens, warm_chunks, segments_before, chunks_per_segment):
+        assert segments_before is None
         warm_chunks.fill_(-2)            # another one, to be told from the first
 
-    def segment_scan(self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, warm_chunks, transfers, chunks_per_segment, items):
+    def segment_scan(
+        self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, warm_chunks, transfers, chunks_per_segment, items
+    ):
         assert items == len(transfers) * self.facts.HV * 2
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
         K, V = k.shape[-1], v.shape[-1]
@@ -133,15 +136,15 @@ class Kernels:
                     states[segment.place + 1, h] = states[segment.place, h] @ kept + added
 
     def register_state_scan(
-        self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, initial_state, states, v_new, chunks_per_segment, blocks
+        self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, initial_state, states, v_new, chunks_per_segment, blocks
     ):
         assert blocks == self.blocks(chunks_per_segment, initial_state)
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
         self.state_scan(k, v, A, g_sum, cu_seqlens, initial_state, states.mT, v_new, None, L=chunks_per_segment)
 
     def segment_gradient_scan(
-        self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, final_state_gradient, state_gradients, dv, own_gradients,
-        warm_chunks, scale, log2_scale, chunks_per_segment, blocks,
+        self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, final_state_gradient, state_gradients, dv,
+        own_gradients, warm_chunks, scale, log2_scale, chunks_per_segment, blocks,
     ):  # fmt: skip
         assert blocks == len(own_gradients) * self.facts.HV
         assert (warm_chunks == -2).all()
@@ -173,7 +176,8 @@ class Kernels:
                     gradients[segment.place - 1, h] = own + kept
 
     def register_gradient_scan(
-        self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, final_state_gradient, state_gradients, dv, initial_state_gradient,
+        self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, final_state_gradient, state_gradients, dv,
+        initial_state_gradient,
         warm_chunks, scale, log2_scale, chunks_per_segment, blocks,
     ):  # fmt: skip
         assert warm_chunks is None

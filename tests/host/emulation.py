@@ -662,7 +662,7 @@ class Block:
             alloc_fragment=lambda shape, dtype: Fragment(self.agent, shape, dtype), alloc_shared=self.alloc_shared,
             alloc_barrier=self.alloc_barrier, address_of=Pointer, access_ptr=Pointer, copy=self.copy, tma_copy=self.copy,
             tma_store_wait=ignored, fence_proxy_async=ignored, wgmma_gemm=self.product, wait_wgmma=self.wait_products,
-            call_extern=self.helper, barrier_wait=self.wait, barrier_arrive=self.arrive,
+            call_extern=self.helper, barrier_wait=self.wait, barrier_arrive=self.arrive, pdl_sync=ignored, pdl_trigger=ignored,
         )  # fmt: skip
 
     @contextlib.contextmanager

@@ -112,6 +112,7 @@ def trace(
             kernel = module.build(described, chosen)
             names = inspect.signature(kernel).parameters
             kernel(**{name: scalars[name] if name in scalars else Global(tensors.get(name)) for name in names})
+        assert recorder.launches == ["wait", "come"], f"{agent.name} waits for the kernel before, then lets the next come"
         named = dict(zip(recorder.barriers, barrier_names(module, described, chosen), strict=True))
         found.events[agent.name] = [renamed(event, tiles, named) for event in recorder.events]
         found.arrivals = {
@@ -223,6 +224,7 @@ class Recorder:
     rows_apart: Sequence[int]
     events: list[Event] = field(default_factory=list)
     barriers: dict[str, list[int]] = field(default_factory=dict)         # arrivals of each stage
+    launches: list[str] = field(default_factory=list)                    # what was said to the kernels before and behind
     tiles: int = 0
 
     def names(self) -> dict[str, Any]:
@@ -244,7 +246,12 @@ class Recorder:
             wait_wgmma=lambda number: self.record("products_done", number=number), call_extern=self.helper,
             barrier_wait=lambda barrier, parity: self.record("wait", barrier=barrier, number=parity),
             barrier_arrive=lambda barrier: self.record("arrive", barrier=barrier),
+            pdl_sync=lambda: self.launch("wait"), pdl_trigger=lambda: self.launch("come"),
         )  # fmt: skip
+
+    def launch(self, what: str) -> None:
+        assert not self.events, "the kernel before may still use what was touched"
+        self.launches.append(what)
 
     def record(self, kind: str, *regions: Region, barrier: tuple[str, int] | None = None, number: int = 0) -> None:
         self.events.append(Event(kind, regions, barrier, int(number)))

@@ -135,7 +135,15 @@ class Scan:
 
     @property
     def gates(self) -> tuple[torch.Tensor | None, ...]:
-        return self.g, self.A_log, self.dt_bias, self.cu_seqlens
+        """With what comes behind them in the arguments of the scans."""
+        return self.g, self.A_log, self.dt_bias, self.cu_seqlens, self.segments_before
+
+    @cached_property
+    def segments_before(self) -> torch.Tensor | None:
+        if not self.run.L:
+            return None
+        counts = [max(-(-len(chunks) // self.run.L), 1) for chunks in self.kernels.sequences]
+        return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
     def nan(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.full(shape, math.nan, dtype=dtype)

@@ -74,6 +74,8 @@ def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int
     N, tokens = len(lengths), starts[-1] + 10
     slots = tokens // C + N
     places = slots // L + N if by_segments else N
+    segments = [max(-(-length // (C * L)), 1) for length in lengths] if by_segments else []
+    before = [0, *itertools.accumulate(segments)]
     agents = WARPGROUPS + WARPS
     if template == "warpgroup_gradients":
         agents = [Agent(name, number * 128, 128) for number, name in enumerate(("scores", "queries", "keys"))] + WARPS
@@ -83,7 +85,9 @@ def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int
         config,
         agents,
         sizes=dict(B=1, tokens=tokens, slots=slots, bounds=N + 1, places=places),
-        tensors=dict(cu_seqlens=lambda n: starts[n], warm_chunks=lambda place, head: -1 if head else 1),
+        tensors=dict(
+            cu_seqlens=starts.__getitem__, segments_before=before.__getitem__, warm_chunks=lambda place, head: -1 if head else 1
+        ),
         scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, blocks=2),
         block=1,
         rows_apart=["sums"] if template == "warpgroup_gradients" else [],
