@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
-from .macros.gates import LOG2E
+from .macros.gates import LOG2E, RESET
 from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import load_column_factors, load_row_factors
 from .macros.register_roles import HALF, WARP, allocate, allow_register_indices, load, load_rows, signal, wait_free, wait_full
@@ -31,6 +31,10 @@ from .macros.warpgroup_sums import BY_COLUMN, BY_ROW, DIAGONAL, KEYS, KEYS_STATE
 
 DIM = 128                                # of keys and of values
 GATE_STAGES = 2
+SUM_STAGES = GATE_STAGES                 # who has the gates of a head knows that the sums of the head two before have been read
+
+# A gate of -104 or less is 0 in float32, and so is its gradient: dg = 0 there, and no rounding. In units of log 2.
+RESETS_BELOW = RESET / 2 * LOG2E
 
 # Rows of the gates tile, over tokens: scale gamma for Q, gamma_L / gamma and -gamma for K, log2 gamma.
 READ, TO_END, ERASE, LOG_GAMMA = range(4)
@@ -60,6 +64,7 @@ class Config:
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "q", "k", "v_new", "dv", "do", "states", "state_gradients", "g_sum", "beta_chunks", "cu_seqlens",
+        "chunk_tokens",
         "dq", "dk", "dg", "dbeta", "scale", "blocks",
     )  # fmt: skip
 
@@ -77,7 +82,7 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
         Buffer("dp", (C, C), dtype),
         Buffer("dm", (C, C), dtype),
         Buffer("gates", (4, C), "float32", GATE_STAGES),
-        Buffer("sums", (10, C), "float32"),
+        Buffer("sums", (10, C), "float32", SUM_STAGES),
     )
 
 
@@ -138,8 +143,7 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
         "scores_free": (queries + keys, 1),
         "gates_full": (warp, GATE_STAGES),
         "gates_free": (everyone, GATE_STAGES),
-        "sums_full": (everyone, 1),
-        "sums_free": (warp, 1),
+        "sums_full": (everyone, SUM_STAGES),
         "tail_landed": (warp, 2),                         # a ragged chunk's K and Q, before their foreign rows are zeroed
     }
 
@@ -150,6 +154,7 @@ class Walk:
 
     problem: object
     cu_seqlens: object
+    chunk_tokens: object                 # of packed sequences: first token and tokens of each slot
     tokens: object
     N: object
     slots: object
@@ -160,17 +165,28 @@ class Walk:
     def steps(self):
         return T.ceildiv(self.slots * self.problem.H - self.block, self.blocks)
 
+    def item(self, step):
+        """(slot, key head)"""
+        item = self.block + step * self.blocks
+        return item // self.problem.H, item % self.problem.H
+
 
 @macro
 def chunk_of(walk, step):
-    """(slot, key head, sequence, batch row, first token, tokens) of an item; tokens is at most 0 for a slot without a chunk."""
+    """(batch row, first token, tokens) of an item; tokens is at most 0 for a slot without a chunk. Of packed sequences it is asked an
+    item ahead: every role would wait for memory, and for a search for the sequence 4000 of 20000 cycles an item."""
     problem = walk.problem
-    item = walk.block + step * walk.blocks
-    slot = item // problem.H
-    n, start, valid = locate_chunk(problem.packed, walk.cu_seqlens, walk.N, walk.tokens, slot, problem.C)
+    slot = walk.item(step)[0]
     row = T.alloc_var("int32")
-    row = 0 if problem.packed else n
-    return slot, item % problem.H, n, row, start, valid
+    start = T.alloc_var("int32")
+    valid = T.alloc_var("int32")
+    if problem.packed:
+        row = 0
+        start = walk.chunk_tokens[T.min(slot, walk.slots - 1), 0]
+        valid = walk.chunk_tokens[T.min(slot, walk.slots - 1), 1]
+    else:
+        row, start, valid = locate_chunk(problem.packed, walk.cu_seqlens, walk.N, walk.tokens, slot, problem.C)
+    return row, start, valid
 
 
 @macro
@@ -183,10 +199,11 @@ def store_gradient(walk, row, start, valid, key_head, total, gradient):
 
 
 @macro
-def zero_rest(walk, n, start, valid, key_head, gradient):
+def zero_rest(walk, start, valid, key_head, gradient):
+    # behind the last sequence; what two chunks see of it both set to 0
     problem = walk.problem
     if problem.packed:
-        if n == walk.N - 1 and valid < problem.C:
+        if valid < problem.C:
             for a, b in T.Parallel(problem.C, DIM):
                 if a >= valid and start + a >= walk.cu_seqlens[walk.N] and start + a < walk.tokens:
                     gradient[0, start + a, key_head, b] = T.cast(0.0, problem.dtype)
@@ -218,9 +235,9 @@ def add_products(x, y, row_sums, column_sums):
     )  # fmt: skip
 
 
-def store_row_sums(row_sums, sums, which):
+def store_row_sums(row_sums, sums, stage, which):
     return T.call_extern(
-        "handle", "qla_store_rows", T.address_of(row_sums[0]), T.access_ptr(sums[0, which, 0], "r", sums.shape[2])
+        "handle", "qla_store_rows", T.address_of(row_sums[0]), T.access_ptr(sums[stage, which, 0], "r", sums.shape[2])
     )
 
 
@@ -248,8 +265,11 @@ def score_gradients(config, walk, tiles, thread, scale):
     h = T.alloc_var("int32")             # value heads, likewise
     t = 0
     h = 0
+    _row, _start, first_valid = chunk_of(walk, 0)
+    valid = T.alloc_var("int32")
+    valid = first_valid
     for step in T.serial(walk.steps):
-        _slot, _key_head, _n, _row, _start, valid = chunk_of(walk, step)
+        _next_row, _next_start, next_valid = chunk_of(walk, step + 1)
         if valid > 0:
             key_stage = t % config.key_stages
             wait_keys(config, barriers, t)
@@ -273,10 +293,9 @@ def score_gradients(config, walk, tiles, thread, scale):
                 signal(barriers, "dw_free", stages, h)
                 signal(barriers, "v_new_free", stages, h)
                 to_registers(C, C, dm, dm_registers)
-                wait_free(barriers, "sums", 1, h)
                 T.call_extern(
                     "handle", "qla_store_diagonal", T.address_of(dm_registers[0]),
-                    T.access_ptr(tiles.sums[0, DIAGONAL, 0], "r", C),
+                    T.access_ptr(tiles.sums[h % SUM_STAGES, DIAGONAL, 0], "r", C),
                 )  # fmt: skip
                 store_scores(dm_registers, tiles.dm, lane_offset, row_factor, column_factor, -1.0, 1, valid)
                 signal(barriers, "gates_free", GATE_STAGES, h)
@@ -294,14 +313,16 @@ def score_gradients(config, walk, tiles, thread, scale):
                 T.wait_wgmma(0)
                 to_registers(C, C, scores, score_registers)
                 add_products(dm_registers, score_registers, row_sums, column_sums)
-                store_row_sums(row_sums, tiles.sums, BY_ROW)
+                store_row_sums(row_sums, tiles.sums, h % SUM_STAGES, BY_ROW)
                 T.call_extern(
-                    "handle", "qla_store_columns", T.address_of(column_sums[0]), T.access_ptr(tiles.sums[0, BY_COLUMN, 0], "r", C)
-                )
-                signal(barriers, "sums_full", 1, h)
+                    "handle", "qla_store_columns", T.address_of(column_sums[0]),
+                    T.access_ptr(tiles.sums[h % SUM_STAGES, BY_COLUMN, 0], "r", C),
+                )  # fmt: skip
+                signal(barriers, "sums_full", SUM_STAGES, h)
                 h = h + 1
             free_keys(config, barriers, t)
             t = t + 1
+        valid = next_valid
 
 
 def row_accumulators(C):
@@ -339,8 +360,16 @@ def query_gradients(config, walk, tiles, thread, dq):
     h = T.alloc_var("int32")
     t = 0
     h = 0
+    first_row, first_start, first_valid = chunk_of(walk, 0)
+    row = T.alloc_var("int32")
+    start = T.alloc_var("int32")
+    valid = T.alloc_var("int32")
+    row = first_row
+    start = first_start
+    valid = first_valid
     for step in T.serial(walk.steps):
-        _slot, key_head, n, row, start, valid = chunk_of(walk, step)
+        _slot, key_head = walk.item(step)
+        next_row, next_start, next_valid = chunk_of(walk, step + 1)
         if valid > 0:
             key_stage = t % config.key_stages
             T.clear(total)
@@ -351,12 +380,11 @@ def query_gradients(config, walk, tiles, thread, dq):
                 wait_full(barriers, "s", 1, h)
                 T.wgmma_gemm(tiles.do[stage, :, :], tiles.s[0, :, :], own, clear_accum=True)
                 wait_full(barriers, "ds", 1, h)
-                wait_free(barriers, "sums", 1, h)
+                wait_full(barriers, "gates", GATE_STAGES, h)
                 T.call_extern(
                     "handle", "qla_store_overlap", T.access_ptr(tiles.s[0, 0, 0], "r", DIM * DIM),
-                    T.access_ptr(tiles.ds[0, 0, 0], "r", DIM * DIM), T.access_ptr(tiles.sums[0, OVERLAP, 0], "r", 4),
+                    T.access_ptr(tiles.ds[0, 0, 0], "r", DIM * DIM), T.access_ptr(tiles.sums[h % SUM_STAGES, OVERLAP, 0], "r", 4),
                 )  # fmt: skip
-                wait_full(barriers, "gates", GATE_STAGES, h)
                 load_row_factors(tiles.gates, h % GATE_STAGES, READ, row_of, factor, 0)
                 for e in T.unroll(2):
                     row_sums[e] = 0.0
@@ -368,8 +396,8 @@ def query_gradients(config, walk, tiles, thread, dq):
                 add_scaled(
                     own, total, registers, total_registers, tiles.q, key_stage, lane_offset, factor[0], factor[1], row_sums
                 )
-                store_row_sums(row_sums, tiles.sums, QUERIES)
-                signal(barriers, "sums_full", 1, h)
+                store_row_sums(row_sums, tiles.sums, h % SUM_STAGES, QUERIES)
+                signal(barriers, "sums_full", SUM_STAGES, h)
                 wait_full(barriers, "scores", 1, h)
                 T.wgmma_gemm(tiles.dp[0, :, :], tiles.k[key_stage, :, :], total)
                 T.wait_wgmma(0)
@@ -378,7 +406,10 @@ def query_gradients(config, walk, tiles, thread, dq):
             free_keys(config, barriers, t)
             t = t + 1
             store_gradient(walk, row, start, valid, key_head, total, dq)
-        zero_rest(walk, n, start, valid, key_head, dq)
+        zero_rest(walk, start, valid, key_head, dq)
+        row = next_row
+        start = next_start
+        valid = next_valid
 
 
 @macro
@@ -397,8 +428,16 @@ def key_gradients(config, walk, tiles, thread, dk):
     h = T.alloc_var("int32")
     t = 0
     h = 0
+    first_row, first_start, first_valid = chunk_of(walk, 0)
+    row = T.alloc_var("int32")
+    start = T.alloc_var("int32")
+    valid = T.alloc_var("int32")
+    row = first_row
+    start = first_start
+    valid = first_valid
     for step in T.serial(walk.steps):
-        _slot, key_head, n, row, start, valid = chunk_of(walk, step)
+        _slot, key_head = walk.item(step)
+        next_row, next_start, next_valid = chunk_of(walk, step + 1)
         if valid > 0:
             key_stage = t % config.key_stages
             T.clear(total)
@@ -431,10 +470,9 @@ def key_gradients(config, walk, tiles, thread, dk):
                 )
                 for e in T.unroll(2):
                     erase_sums[e] = erase_sums[e] - state_sums[e]
-                wait_free(barriers, "sums", 1, h)
-                store_row_sums(erase_sums, tiles.sums, KEYS)
-                store_row_sums(state_sums, tiles.sums, KEYS_STATE)
-                signal(barriers, "sums_full", 1, h)
+                store_row_sums(erase_sums, tiles.sums, h % SUM_STAGES, KEYS)
+                store_row_sums(state_sums, tiles.sums, h % SUM_STAGES, KEYS_STATE)
+                signal(barriers, "sums_full", SUM_STAGES, h)
                 wait_full(barriers, "scores", 1, h)
                 T.wgmma_gemm(tiles.dp[0, :, :], tiles.q[key_stage, :, :], total, transpose_A=True)
                 T.wgmma_gemm(tiles.dm[0, :, :], tiles.k[key_stage, :, :], total)
@@ -445,7 +483,10 @@ def key_gradients(config, walk, tiles, thread, dk):
             free_keys(config, barriers, t)
             t = t + 1
             store_gradient(walk, row, start, valid, key_head, total, dk)
-        zero_rest(walk, n, start, valid, key_head, dk)
+        zero_rest(walk, start, valid, key_head, dk)
+        row = next_row
+        start = next_start
+        valid = next_valid
 
 
 @macro
@@ -458,7 +499,8 @@ def load_keys(config, walk, tiles, q, k, do):
     h = 0
     tails = 0
     for step in T.serial(walk.steps):
-        _slot, key_head, _n, row, start, valid = chunk_of(walk, step)
+        _slot, key_head = walk.item(step)
+        row, start, valid = chunk_of(walk, step)
         if valid > 0:
             key_stage = t % config.key_stages
             wait_free(tiles.barriers, "k", config.key_stages, t)
@@ -483,7 +525,8 @@ def load_values(config, walk, tiles, v_new, dv):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        slot, key_head, _n, row, start, valid = chunk_of(walk, step)
+        slot, key_head = walk.item(step)
+        row, start, valid = chunk_of(walk, step)
         if valid > 0:
             for member in T.serial(problem.HV // problem.H):
                 head = key_head * (problem.HV // problem.H) + member
@@ -499,7 +542,8 @@ def load_states(walk, tiles, states, state_gradients):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        slot, key_head, _n, _row, _start, valid = chunk_of(walk, step)
+        slot, key_head = walk.item(step)
+        _row, _start, valid = chunk_of(walk, step)
         if valid > 0:
             for member in T.serial(problem.HV // problem.H):
                 head = key_head * (problem.HV // problem.H) + member
@@ -509,18 +553,18 @@ def load_states(walk, tiles, states, state_gradients):
 
 
 @macro
-def finish_head(walk, tiles, lane, h, place, last_gamma, strength, gradient, dg, dbeta):
-    # dg and dbeta of a head whose sums are complete; strength is beta of this lane's two tokens, rounded as A was
+def finish_head(walk, tiles, lane, h, place, last_gamma, square, gradient, dg, dbeta):
+    # dg and dbeta of a head whose sums are complete; square is of beta of this lane's two tokens, negative where the state is reset
+    stage = h % SUM_STAGES
     head, row, start, valid = place[0], place[1], place[2], place[3]
-    T.barrier_wait(tiles.barriers["sums_full"][0], h % 2)
+    wait_full(tiles.barriers, "sums", SUM_STAGES, h)
     T.call_extern(
-        "handle", "qla_gate_gradient", T.address_of(gradient[0]), T.access_ptr(tiles.sums[0, 0, 0], "r", 1), last_gamma, valid
+        "handle", "qla_gate_gradient", T.address_of(gradient[0]), T.access_ptr(tiles.sums[stage, 0, 0], "r", 1), last_gamma, valid
     )
     for e in T.unroll(2):
         if lane + 32 * e < valid:
-            dg[row, start + lane + 32 * e, head] = gradient[e]
-            dbeta[row, start + lane + 32 * e, head] = tiles.sums[0, DIAGONAL, lane + 32 * e] / (strength[e] * strength[e])
-    T.barrier_arrive(tiles.barriers["sums_free"][0])
+            dg[row, start + lane + 32 * e, head] = T.if_then_else(square[e] < 0.0, 0.0, gradient[e])
+            dbeta[row, start + lane + 32 * e, head] = tiles.sums[stage, DIAGONAL, lane + 32 * e] / T.max(square[e], -square[e])
 
 
 @macro
@@ -529,16 +573,18 @@ def finish_heads(walk, tiles, lane, scale, g_sum, beta_chunks, dg, dbeta):
     problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
     group = problem.HV // problem.H
     sums = T.alloc_local((2,), "float32")
-    strength = T.alloc_local((2,), "float32")
+    strength = T.alloc_local((2,), "float32")            # rounded as A was
+    square = T.alloc_local((2,), "float32")
     gradient = T.alloc_local((2,), "float32")
     last = T.alloc_var("float32")
     h = T.alloc_var("int32")
     before = T.alloc_local((4,), "int32")                # head, row, start and valid of the head before
     before_last = T.alloc_var("float32")
-    before_strength = T.alloc_local((2,), "float32")
+    before_square = T.alloc_local((2,), "float32")
     h = 0
     for step in T.serial(walk.steps):
-        slot, key_head, n, row, start, valid = chunk_of(walk, step)
+        slot, key_head = walk.item(step)
+        row, start, valid = chunk_of(walk, step)
         if valid > 0:
             for member in T.serial(group):
                 head = key_head * group + member
@@ -554,18 +600,21 @@ def finish_heads(walk, tiles, lane, scale, g_sum, beta_chunks, dg, dbeta):
                     tiles.gates[stage, ERASE, lane + 32 * e] = -T.exp2(sums[e])
                     tiles.gates[stage, LOG_GAMMA, lane + 32 * e] = sums[e]
                 signal(barriers, "gates_full", GATE_STAGES, h)
+                for e in T.unroll(2):
+                    square[e] = strength[e] * strength[e]
+                T.call_extern("handle", "qla_mark_resets", T.address_of(sums[0]), T.address_of(square[0]), RESETS_BELOW)
                 if h > 0:
-                    finish_head(walk, tiles, lane, h - 1, before, before_last, before_strength, gradient, dg, dbeta)
+                    finish_head(walk, tiles, lane, h - 1, before, before_last, before_square, gradient, dg, dbeta)
                 before[0] = head
                 before[1] = row
                 before[2] = start
                 before[3] = valid
                 before_last = T.exp2(last)
                 for e in T.unroll(2):
-                    before_strength[e] = strength[e]
+                    before_square[e] = square[e]
                 h = h + 1
         if problem.packed:
-            if n == walk.N - 1 and valid < C:
+            if valid < C:
                 for e in T.unroll(2):
                     token = start + lane + 32 * e
                     if lane + 32 * e >= valid and token >= walk.cu_seqlens[walk.N] and token < walk.tokens:
@@ -573,7 +622,7 @@ def finish_heads(walk, tiles, lane, scale, g_sum, beta_chunks, dg, dbeta):
                             dg[0, token, key_head * group + member] = 0.0
                             dbeta[0, token, key_head * group + member] = 0.0
     if h > 0:
-        finish_head(walk, tiles, lane, h - 1, before, before_last, before_strength, gradient, dg, dbeta)
+        finish_head(walk, tiles, lane, h - 1, before, before_last, before_square, gradient, dg, dbeta)
 
 
 def build(problem: Problem, config: Config):
@@ -594,6 +643,7 @@ def build(problem: Problem, config: Config):
         g_sum: T.Tensor((slots, HV, C), "float32"),
         beta_chunks: T.Tensor((slots, HV, C), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
+        chunk_tokens: T.Tensor((slots, 2), "int32"),     # of gate_cumsum, if packed
         dq: T.Tensor((B, tokens, H, K), dtype),
         dk: T.Tensor((B, tokens, H, K), dtype),
         dg: T.Tensor((B, tokens, HV), "float32"),
@@ -606,7 +656,7 @@ def build(problem: Problem, config: Config):
             tiles = Tiles(**shared, barriers=barriers)
             wait_for_the_kernel_before()
             let_the_next_kernel_come()
-            walk = Walk(problem, cu_seqlens, tokens, N, slots, block, blocks)
+            walk = Walk(problem, cu_seqlens, chunk_tokens, tokens, N, slots, block, blocks)
             thread = T.get_thread_binding()
             if thread < 128:
                 T.set_max_nreg(SCORES.registers, 1)

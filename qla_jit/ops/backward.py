@@ -109,18 +109,18 @@ def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> 
     chunks = SCANS[kernels.dispatch.strategy](kernels, with_float_parameters(inputs), q, k, aligned(inputs.v), do, dht)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dg, dbeta = torch.empty(2, *inputs.g.shape, dtype=torch.float32, device=facts.device).unbind()
-    arguments = (
+    sources = (
         q, k, chunks.v_new, chunks.dv, do, chunks.states, chunks.state_gradients, chunks.g_sum, chunks.beta, inputs.cu_seqlens,
-        dq, dk, dg, dbeta, inputs.scale,
     )  # fmt: skip
+    found = (dq, dk, dg, dbeta)
     if "warpgroup_gradients" in launch:
         blocks = min(slots_of(inputs) * facts.H, gpu_info(facts.device).sm_count)
-        launch["warpgroup_gradients"](*arguments, blocks)
+        launch["warpgroup_gradients"](*sources, chunks.chunk_tokens, *found, inputs.scale, blocks)
     else:
-        launch["chunk_gradients"](*arguments)
+        launch["chunk_gradients"](*sources, *found, inputs.scale)
     if facts.use_qk_l2norm_in_kernel:
         dq, dk = _through_l2norm(launch, inputs, dq, dk)
-    gate = gate_gradients(inputs, dg)
+    gate = gate_gradients(inputs, dg, resets_have_none="warpgroup_gradients" in launch)
     return Gradients(
         q=dq,
         k=dk,
@@ -147,6 +147,7 @@ class ScannedGradients(NamedTuple):
     state_gradients: torch.Tensor                # as states
     dv: torch.Tensor                             # [B, T, HV, V]
     dh0: torch.Tensor | None                     # as the initial state, fp32
+    chunk_tokens: torch.Tensor | None = None     # [slots, 2], int32: first token and tokens, if gate_cumsum lists them
 
 
 def _chunked(
@@ -178,7 +179,10 @@ def _registers(
     launch, slots = kernels.launch, slots_of(inputs)
     inputs = dataclasses.replace(inputs, beta=floored_strengths(inputs))
     initial_state, dh0 = _initial_state(inputs)
-    g_sum, beta = summed_gates(launch, inputs, slots)
+    chunk_tokens = None
+    if plan.lists_chunks(inputs.facts):
+        chunk_tokens = torch.empty(slots, 2, dtype=torch.int32, device=inputs.facts.device)
+    g_sum, beta = summed_gates(launch, inputs, slots, chunk_tokens)
     Ab = chunk_inverses(launch, inputs, k, slots)
     if "segment_plan" in launch:
         segments = scanned_segments(launch, inputs, k, v, Ab, initial_state, slots=slots, split=kernels.dispatch.split)
@@ -193,7 +197,7 @@ def _registers(
         behind = dht
     state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
     scans.gradients("register_gradient_scan", behind, state_gradients, dv, dh0)
-    return ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0)
+    return ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0, chunk_tokens)
 
 
 SCANS = {"chunked": _chunked, "registers": _registers, "registers_split": _registers}

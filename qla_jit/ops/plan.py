@@ -281,9 +281,14 @@ def around_register_scans(facts: CallFacts, scans: dict[str, Step]) -> dict[str,
     floored = dict(beta_dtype="float32", beta_sigmoid=False, negative_eigenvalues=False)
     return unit_row_steps(facts) | {
         # It floors once more: the same kernel serves `chunked` where beta comes as it is.
-        "gate_cumsum": summed_gates(facts, floored, beta_floor=BETA_FLOORS[facts.dtype]),
+        "gate_cumsum": summed_gates(facts, floored, beta_floor=BETA_FLOORS[facts.dtype], lists_chunks=lists_chunks(facts)),
         "chunk_inverse": Step(chunk_inverse.TEMPLATE, chunk_inverse.Problem(**key_side(facts), **floored)),
     } | scans | chunk_gradient_steps(facts, states_v_first=True)  # fmt: skip
+
+
+def lists_chunks(facts: CallFacts) -> bool:
+    """Whether warpgroup_gradients is told where chunks lie."""
+    return facts.varlen and facts.V == warpgroup_gradients.DIM
 
 
 def chunk_gradient_steps(facts: CallFacts, *, states_v_first: bool) -> dict[str, Step]:
@@ -339,10 +344,13 @@ def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[
     return rejection
 
 
-def summed_gates(facts: CallFacts, strengths: dict[str, Any], *, beta_floor: int | None) -> Step:
+def summed_gates(
+    facts: CallFacts, strengths: dict[str, Any], *, beta_floor: int | None, lists_chunks: bool = False
+) -> Step:
     problem = gate_cumsum.Problem(
-        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strengths, beta_floor=beta_floor
-    )
+        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strengths, beta_floor=beta_floor,
+        lists_chunks=lists_chunks,
+    )  # fmt: skip
     return Step(gate_cumsum.TEMPLATE, problem)
 
 

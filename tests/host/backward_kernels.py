@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -74,13 +74,16 @@ class Kernels:
         q_unit.copy_(l2norm(q, eps))
         k_unit.copy_(l2norm(k, eps))
 
-    def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks):
+    def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks, chunk_tokens=None):
         if self.facts.use_gate_in_kernel:
             g = gate(g.float(), A_log, dt_bias)
         if self.facts.use_beta_sigmoid_in_kernel and not self.registers:
             beta = beta_from_logits(beta.float(), allow_neg_eigval=self.facts.allow_neg_eigval)
         beta_chunks.zero_()
+        self.g = g
         for slot, row, tokens, h, _ in self.chunks():
+            if chunk_tokens is not None:
+                chunk_tokens[slot] = torch.tensor([tokens.start, length(tokens)])
             sums = g[row, tokens, h].float().clamp(min=RESET_GATE).cumsum(0)
             g_sum[slot, h] = sums[-1]
             g_sum[slot, h, : len(sums)] = sums
@@ -273,7 +276,13 @@ class Kernels:
             dg[row, tokens, h] = dg_sum.flip(0).cumsum(0).flip(0).float()
 
     def warpgroup_gradients(self, *arguments):
-        self.chunk_gradients(*arguments[:-1])            # without the number of blocks
+        *sources, chunk_tokens, dq, dk, dg, dbeta, scale, _blocks = arguments
+        if chunk_tokens is not None:
+            for slot, _row, tokens, _h, _key_head in self.chunks():
+                assert chunk_tokens[slot].tolist() == [tokens.start, length(tokens)]
+        self.chunk_gradients(*sources, dq, dk, dg, dbeta, scale)
+        if not self.facts.use_gate_in_kernel:
+            dg[self.g < RESET_GATE] = 0
 
     def l2norm_backward(self, q, k, eps, dq_unit, dk_unit, dq, dk):
         for x, dx_unit, dx in ((q, dq_unit, dq), (k, dk_unit, dk)):
@@ -286,6 +295,16 @@ class Kernels:
 
     def k_first(self, state, *, v_first=False):
         return (state.T if v_first or self.facts.state_v_first else state).double()
+
+
+def chunk_tokens(starts: Sequence[int], slots: int, C: int) -> list[tuple[int, int]]:
+    """First token and tokens of every slot of packed sequences, at most 0 where there is no chunk: what gate_cumsum lists."""
+    found = []
+    for slot in range(slots):
+        n = max(n for n, start in enumerate(starts[:-1]) if start // C + n <= slot)
+        first = starts[n] + (slot - starts[n] // C - n) * C
+        found.append((first, min(starts[n + 1] - first, C)))
+    return found
 
 
 def length(tokens: slice) -> int:

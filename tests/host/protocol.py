@@ -34,7 +34,7 @@ HELPERS = {
     "qla_add_scaled_rows": "r", "qla_decay_and_store": "w", "qla_gate_gradient": "R", "qla_keep_and_erase": "r",
     "qla_load_columns": "r", "qla_load_first_columns": "r", "qla_load_pair": "r", "qla_load_rows": "r", "qla_load_tile": "r",
     "qla_load_transposed": "r", "qla_lower_triangle": "", "qla_scale_column_pairs": "r", "qla_scale_columns": "r",
-    "qla_scale_rows_and_store": "w", "qla_scan64": "", "qla_score_gradient": "w", "qla_store_columns": "w",
+    "qla_scale_rows_and_store": "w", "qla_scan64": "", "qla_mark_resets": "", "qla_prefetch": "", "qla_score_gradient": "w", "qla_store_columns": "w",
     "qla_store_diagonal": "w", "qla_store_first_rows": "r", "qla_store_overlap": "rrw", "qla_store_rows": "w",
     "qla_store_scaled": "w", "qla_store_transposed": "w", "qla_subtract_scaled": "r", "qla_zero_first_rows": "",
     "qla_zero_rows": "w", "qla_add_products": "",

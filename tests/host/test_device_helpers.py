@@ -143,12 +143,14 @@ WARPGROUP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
 }  # fmt: skip
 WARP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
     "qla_zero_rows": lambda m: [m.tile(64, 128), 37],
+    "qla_prefetch": lambda m: [m.in_global(80, 2, 128).at(3, 1, 0), 512],
     "qla_store_first_rows": lambda m: [m.tile(), m.in_global(80, 2, 128).at(3, 1, 64), 256, 37],
     "qla_zero_first_rows": lambda m: [m.in_global(80, 2, 128).at(3, 1, 0), 256, 37],
 }
 LANE_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
     "qla_scan64": lambda m: [m.registers(3)],
     "qla_gate_gradient": lambda m: [m.registers(2), m.floats(10, 64).at(0, 0), 0.75, 50],
+    "qla_mark_resets": lambda m: [m.registers(2), m.registers(2), -0.5],
 }
 
 
@@ -167,7 +169,7 @@ def call_both(compiled: list[DeviceHelpers], name: str) -> None:
 
     given = [x.pointer if isinstance(x, Operand) else x for x in arguments]
     if name in LANE_CALLS:
-        call_lanes(name, memory, *given)
+        call_lanes(name, memory, *arguments)
     else:
         HELPERS[name](*given)
     # Up to the order of sums and the last bit of exp2, which may round a bf16 otherwise.
@@ -176,13 +178,18 @@ def call_both(compiled: list[DeviceHelpers], name: str) -> None:
         np.testing.assert_allclose(operand.found, operand.array.values, rtol=tolerance, atol=2e-5)
 
 
-def call_lanes(name: str, memory: Memory, registers: emulation.Pointer, *others: Any) -> None:
-    values = registers.array.values
-    brought = list(values[:, :2].copy())
+def call_lanes(name: str, memory: Memory, exchanged: Registers, *others: Any) -> None:
+    """The twin as each lane; what the lanes tell one another is in the first registers."""
+    brought = list(exchanged.array.values[:, :2].copy())
     for lane in range(32):
-        own = emulation.Array(memory.block, values[lane : lane + 1], "float32")
         agent = SimpleNamespace(lane=lane, values_of_warp=lambda own: brought)
-        LANE_HELPERS[name](agent, emulation.Pointer(own[0]), *others)
+        LANE_HELPERS[name](agent, *(of_lane(lane, x, memory) for x in (exchanged, *others)))
+
+
+def of_lane(lane: int, x: Any, memory: Memory) -> Any:
+    if isinstance(x, Registers):
+        return emulation.Pointer(emulation.Array(memory.block, x.array.values[lane : lane + 1], "float32")[0])
+    return x.pointer if isinstance(x, Operand) else x
 
 
 @pytest.mark.parametrize("name", sorted(HELPERS | LANE_HELPERS))
@@ -199,6 +206,7 @@ FAULTS = {
     "qla_store_first_rows": ("piece ^ (row & 7)", "piece"),
     "qla_score_gradient": ("a >= b + strict", "a > b + strict"),
     "qla_gate_gradient": ("d[h] = lane + 32 * h < valid", "d[h] = lane + 32 * h <= valid"),
+    "qla_mark_resets": ("lane > 0 ? b : middle", "lane > 0 ? b : 0.0f"),
 }
 
 

@@ -16,7 +16,7 @@ import emulation
 import protocol
 import pytest
 import torch
-from backward_kernels import Kernels
+from backward_kernels import Kernels, chunk_tokens
 from cases import GATES, Case, arguments, oracle, relative_l2
 
 from qla_jit.kernel_templates.arch import SM90A
@@ -358,7 +358,8 @@ def test_warpgroup_gradients(run: Run) -> None:
     found = [torch.full_like(x, math.nan) for x in (scan.q, scan.k, scan.g, scan.beta)]
     expected = [torch.zeros_like(x).double() for x in found]
     scan.kernels.chunk_gradients(*(x.double() for x in inputs), g_sum, beta_chunks, None, *expected, SCALE)
-    scan.launch("warpgroup_gradients", *inputs, g_sum, beta_chunks, scan.cu_seqlens, *found, SCALE, BLOCKS)
+    listed = torch.tensor(chunk_tokens([0, *accumulate(run.lengths)], scan.slots, C), dtype=torch.int32) if run.packed else None
+    scan.launch("warpgroup_gradients", *inputs, g_sum, beta_chunks, scan.cu_seqlens, listed, *found, SCALE, BLOCKS)
     # Nothing is rounded for dg, but after a reset sums of gates are 2e-4 off. dbeta is divided by beta in bf16.
     for actual, exact, bound in zip(found, expected, (3e-3, 3e-3, 5e-4, 4.5e-3), strict=True):
         scan.check("tokens", bound, actual, exact)

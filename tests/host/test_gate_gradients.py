@@ -40,7 +40,7 @@ def log_decay(g, A_log=None, dt_bias=None):
 def test_a_gate_that_is_given_keeps_its_gradient_unless_it_is_below_reset(gates: str) -> None:
     inputs = inputs_of(replace(CASE, gates=gates))
     dg = random_like(inputs.g)
-    actual = gate_gradients(inputs, dg)
+    actual = gate_gradients(inputs, dg, resets_have_none=False)
     (expected,) = gradients_of(log_decay, dg, inputs.g)
     assert torch.equal(actual.g, expected.float())
     assert (actual.A_log, actual.dt_bias) == (None, None)
@@ -55,7 +55,7 @@ def test_the_gate_of_a_logit_has_the_gradients_of_autograd(bias: bool, dtype: to
     inputs.g[:, :, 1] = torch.linspace(-60, 60, 133)              # softplus from 0 to its straight part
     inputs.g[:, :, 4:] = torch.linspace(-12, 12, 133)[:, None]
     dg = random_like(inputs.g)
-    actual = gate_gradients(inputs, dg)
+    actual = gate_gradients(inputs, dg, resets_have_none=False)
     leaves = [inputs.g, A_log] + ([inputs.dt_bias] if bias else [])
     expected = gradients_of(log_decay, dg, *leaves)
     assert actual.g.dtype == dtype
@@ -74,9 +74,9 @@ def test_gradients_of_the_parameters_come_in_their_dtypes_and_do_not_see_what_li
     inputs = inputs_of(replace(CASE, in_kernel=True), **changed)
     dg = random_like(inputs.g)
     dg[:, 130:] = 0                                                # as the kernel leaves it
-    expected = gate_gradients(inputs, dg)
+    expected = gate_gradients(inputs, dg, resets_have_none=False)
     inputs.g[:, 130:] = float("nan")
-    actual = gate_gradients(inputs, dg)
+    actual = gate_gradients(inputs, dg, resets_have_none=False)
     assert (actual.A_log.dtype, actual.dt_bias.dtype) == (torch.bfloat16, torch.float16)
     assert torch.equal(actual.A_log, expected.A_log)
 

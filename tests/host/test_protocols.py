@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from backward_kernels import chunk_tokens
 from protocol import Agent, Event, Trace, check, trace
 
 from qla_jit.kernel_templates.arch import SM90A
@@ -76,6 +77,7 @@ def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int
     places = slots // L + N if by_segments else N
     segments = [max(-(-length // (C * L)), 1) for length in lengths] if by_segments else []
     before = [0, *itertools.accumulate(segments)]
+    listed = chunk_tokens(starts, slots, C)
     agents = WARPGROUPS + WARPS
     if template == "warpgroup_gradients":
         agents = [Agent(name, number * 128, 128) for number, name in enumerate(("scores", "queries", "keys"))] + WARPS
@@ -86,7 +88,7 @@ def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int
         agents,
         sizes=dict(B=1, tokens=tokens, slots=slots, bounds=N + 1, places=places),
         tensors=dict(
-            cu_seqlens=starts.__getitem__, segments_before=before.__getitem__, warm_chunks=lambda place, head: -1 if head else 1
+            cu_seqlens=starts.__getitem__, chunk_tokens=lambda slot, which: listed[slot][which], segments_before=before.__getitem__, warm_chunks=lambda place, head: -1 if head else 1
         ),
         scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, blocks=2),
         block=1,
