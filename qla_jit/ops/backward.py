@@ -26,7 +26,6 @@ from .operands import (
     Segments,
     aligned,
     chunk_inverses,
-    floored_strengths,
     prepared_keys,
     scanned_chunks,
     scanned_segments,
@@ -176,7 +175,6 @@ def _registers(
     dht: torch.Tensor | None,
 ) -> ScannedGradients:
     launch, slots = kernels.launch, slots_of(inputs)
-    inputs = dataclasses.replace(inputs, beta=floored_strengths(inputs))
     initial_state, dh0 = _initial_state(inputs)
     g_sum, beta = summed_gates(launch, inputs, slots)
     Ab = chunk_inverses(launch, inputs, k, slots)

@@ -12,9 +12,8 @@ from ..errors import UnsupportedError
 from ..kernel_templates.macros.register_roles import ROWS
 from ..kernel_templates.macros.segments import place_count
 from ..kernel_templates.macros.sequences import slot_count
-from ..reference import L2NORM_EPS, beta_from_logits
+from ..reference import L2NORM_EPS
 from .inputs import CallInputs
-from .plan import BETA_FLOORS
 
 INT32_MAX = 2**31 - 1
 
@@ -141,14 +140,6 @@ def warm_chunks_of(
     warm_chunks = torch.empty(places, inputs.facts.HV, dtype=torch.int32, device=inputs.facts.device)
     launch(inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, warm_chunks, segments_before, L)
     return warm_chunks
-
-
-def floored_strengths(inputs: CallInputs) -> torch.Tensor:
-    """beta as gate_cumsum makes it for a backward, [B, T, HV] fp32: after the sigmoid, and |beta| not below the floor."""
-    beta = inputs.beta.float()
-    if inputs.facts.use_beta_sigmoid_in_kernel:
-        beta = beta_from_logits(beta, allow_neg_eigval=inputs.facts.allow_neg_eigval)
-    return torch.copysign(beta.abs().clamp_(min=2.0 ** BETA_FLOORS[inputs.facts.dtype]), beta)
 
 
 def with_float_parameters(inputs: CallInputs) -> CallInputs:

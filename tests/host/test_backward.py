@@ -21,7 +21,6 @@ from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
 from qla_jit.models import models
 from qla_jit.ops import autograd, backward, fallback, operands, pipeline, plan
 from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
-from qla_jit.ops.operands import floored_strengths
 from qla_jit.ops.results import Gradients
 from qla_jit.ops.splits import best_backward_split, split_backward_us, whole_backward_us
 from qla_jit.tuning_records import Problem, save_directory
@@ -260,17 +259,6 @@ def test_persistent_kernels_have_a_block_for_every_item_up_to_the_sms(
     assert [count for name, count in given if name == "warpgroup_gradients"] == ([4, H200.sm_count] if V == 128 else [])
 
 
-@pytest.mark.parametrize("in_kernel", [True, False], ids=["sigmoid", "as_given"])
-def test_strengths_for_the_inverses_have_the_floor_and_the_sign_of_beta(in_kernel: bool) -> None:
-    inputs = call(in_kernel=in_kernel, betas="beta2")
-    logits = [-200.0, -1.0, 0.0, 1.0, 200.0]
-    inputs.beta[0, :5, 0] = torch.tensor(logits)
-    sigmoid = [0.0, 0.53788, 1.0, 1.46212, 2.0]
-    expected = torch.tensor(sigmoid if in_kernel else logits)
-    expected[expected == 0] = 2.0**-24
-    torch.testing.assert_close(floored_strengths(inputs)[0, :5, 0], expected, rtol=1e-5, atol=0)
-
-
 # Which strategy, and in which chunks
 
 
@@ -375,12 +363,13 @@ def test_every_strategy_has_its_scans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "floor"), [(torch.bfloat16, -24), (torch.float16, -14)], ids=["bfloat16", "float16"]
+    ("dtype", "floor"), [(torch.bfloat16, -40), (torch.float16, -14)], ids=["bfloat16", "float16"]
 )
 def test_beta_has_a_floor_above_the_denormal_numbers_of_its_products(dtype: torch.dtype, floor: int) -> None:
     requests = requests_of(call(dtype=dtype).facts)
     assert requests["gate_cumsum"].problem.beta_floor == floor
     assert 2.0**floor >= torch.finfo(dtype).tiny
+    assert 2.0 ** (2 * floor) >= torch.finfo(torch.float32).tiny
 
 
 @pytest.mark.parametrize(
@@ -420,9 +409,17 @@ def test_segments_have_the_states_at_both_ends_where_they_are_read() -> None:
     assert [problems[step].backwards for step in ("segment_plan", "segment_plan_backwards")] == [False, True]
 
 
-def test_a_sigmoid_of_beta_needs_no_kernels_of_its_own() -> None:
-    plain, sigmoid = call(dtype=torch.bfloat16), call(in_kernel=True)
-    assert requests_of(sigmoid.facts)["chunk_inverse"] == requests_of(plain.facts)["chunk_inverse"]
+@pytest.mark.parametrize(("sigmoid", "negative"), [(False, False), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("strategy", ["registers", "registers_split"])
+def test_both_directions_share_the_kernel_of_the_inverses(sigmoid: bool, negative: bool, strategy: str) -> None:
+    facts = call().facts._replace(use_beta_sigmoid_in_kernel=sigmoid, allow_neg_eigval=negative)
+    with select.override("fused", backward_strategy=strategy):
+        forward, gradients = select.choose(facts, SM90A).requests, requests_of(facts)
+    assert forward["chunk_inverse"] == gradients["chunk_inverse"]
+    inverse, gates = gradients["chunk_inverse"].problem, gradients["gate_cumsum"].problem
+    assert (inverse.beta_sigmoid, inverse.negative_eigenvalues) == (sigmoid, negative)
+    shared = ("beta_dtype", "beta_sigmoid", "negative_eigenvalues", "beta_floor")
+    assert [getattr(inverse, name) for name in shared] == [getattr(gates, name) for name in shared]
 
 
 @pytest.mark.parametrize("name", models())
