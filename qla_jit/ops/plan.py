@@ -45,8 +45,8 @@ VALUE_DIMS = (64, 96, 128, 192, 256, 512)
 # a long one would take more than the chunk states of the baseline do.
 TRANSFER_BYTES = 2**30
 
-# Tokens per chunk of the backward, the first that a strategy serves: fewer chunks are fewer states in memory. It keeps nothing of
-# the forward but the inputs, so it need not have the forward's chunks.
+# Tokens per chunk of the backward, the first that a strategy serves: fewer chunks are fewer states in memory. It need not
+# have the forward's chunks: of what the forward makes it takes the inverses at most, and makes its own for other chunks.
 BACKWARD_CHUNK_SIZES = (64, 32)
 
 # The backward divides by beta, whose exponent is at least this: v_new is about beta large, and must not be a denormal number.
