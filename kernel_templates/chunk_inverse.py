@@ -10,6 +10,8 @@ barrier for all between heads.
 
 The tile of K comes by bulk copy and may reach into the next sequence or behind the last one; such tokens are struck from N and
 have beta = 0, so that rows and columns of Ab behind the end of a sequence are zero. So is its upper triangle.
+
+|beta| of a token is at least 2 ** beta_floor, for a backward that divides by beta: as in gate_cumsum.
 """
 
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ class Problem:
     index_dtype: str                     # of cu_seqlens
     beta_sigmoid: bool
     negative_eigenvalues: bool           # beta is twice the sigmoid
+    beta_floor: int | None               # None: beta as it is
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,11 @@ def load_strengths(problem, row, start, valid, first_head, thread, beta, strengt
                     value = T.sigmoid(value)
                     if problem.negative_eigenvalues:
                         value = 2.0 * value
+                if problem.beta_floor is not None:
+                    # A choice and not a maximum: a NaN must stay visible.
+                    floor = 2.0**problem.beta_floor
+                    nearest = T.if_then_else(value < 0.0, -floor, floor)
+                    value = T.if_then_else(T.abs(value) < floor, nearest, value)
             strength[head, i] = value
 
 

@@ -117,8 +117,10 @@ def build(problem: Problem, config: Config):
                             if problem.negative_eigenvalues:
                                 strength = 2.0 * strength
                         if problem.beta_floor is not None:
+                            # A choice and not a maximum: a NaN must stay visible.
                             floor = 2.0**problem.beta_floor
-                            strength = T.if_then_else(strength < 0.0, T.min(strength, -floor), T.max(strength, floor))
+                            nearest = T.if_then_else(strength < 0.0, -floor, floor)
+                            strength = T.if_then_else(T.abs(strength) < floor, nearest, strength)
                         gate = at_least_reset(gate)
                     gates[i, j] = gate
                     strengths[i, j] = strength

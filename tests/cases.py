@@ -53,6 +53,7 @@ GATES: dict[str, Callable[[Draw, int, int, int], torch.Tensor]] = {
 BETAS: dict[str, Callable[[Draw, int, int, int], torch.Tensor]] = {
     "random": lambda draw, *shape: draw(*shape).sigmoid(),
     "beta0": lambda draw, *shape: torch.zeros(shape),
+    "some_beta0": lambda draw, *shape: torch.sigmoid(draw(*shape)) * (draw(*shape) > 0),
     "beta1": lambda draw, *shape: torch.ones(shape),
     "beta2": lambda draw, *shape: torch.full(shape, 2.0),
 }

@@ -22,15 +22,18 @@ from ..tuning_records import Hardware
 from . import plan
 from .gate_gradients import beta_gradient, gate_gradients
 from .inputs import CallFacts, CallInputs
+from .kept import Kept
 from .operands import (
     Segments,
     aligned,
     chunk_inverses,
-    floored_strengths,
+    planned_segments,
     prepared_keys,
     scanned_chunks,
-    scanned_segments,
+    segment_states,
+    segment_transfers,
     slots_of,
+    states_of_segments,
     summed_gates,
     warm_chunks_of,
     with_float_parameters,
@@ -85,15 +88,17 @@ def resolved() -> dict[tuple[CallFacts, select.Override, Extents], Kernels | Non
     return dict(_ready)
 
 
-def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> Gradients:
+def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, Ab: Kept | None = None) -> Gradients:
     """The gradients of a call that kernels_for() covers. Launches on the current stream, no sync.
 
-    do: [B, T, HV, V]. dht: gradient of the final state, given exactly if facts.output_final_state.
+    do: [B, T, HV, V]. dht: gradient of the final state, given exactly if facts.output_final_state. Ab: ForwardResult.Ab of the
+    same call, which is taken and let go of as soon as it is not needed any more; computed here where there is none.
     """
+    Ab = Kept() if Ab is None else Ab
     facts = inputs.facts
     if facts.device.index != torch.cuda.current_device():
         with torch.cuda.device(facts.device):
-            return backward(inputs, do, dht)
+            return backward(inputs, do, dht, Ab)
     if inputs.B * inputs.T == 0:
         return _no_tokens(inputs, dht)
     kernels = kernels_for(inputs)
@@ -105,8 +110,39 @@ def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> 
         do, inputs = -do, dataclasses.replace(inputs, scale=-inputs.scale)
     dht = None if dht is None else aligned(dht.float().contiguous())
 
+    seen = _of_what_kernels_see(kernels, inputs, do, dht, Ab)
+    dq, dk = _through_l2norm(launch, inputs, seen.dq, seen.dk) if facts.use_qk_l2norm_in_kernel else (seen.dq, seen.dk)
+    gate = gate_gradients(inputs, seen.dg, resets_have_none="warpgroup_gradients" in launch)
+    return Gradients(
+        q=dq,
+        k=dk,
+        v=seen.dv,
+        beta=beta_gradient(inputs, seen.dbeta),
+        g=gate.g,
+        initial_state=None if seen.dh0 is None else seen.dh0.to(facts.state_dtype),
+        A_log=gate.A_log,
+        dt_bias=gate.dt_bias,
+    )
+
+
+class GradientsSeen(NamedTuple):
+    """The gradients of what the kernels see: q and k with unit rows if asked for, gates and betas that are not logits."""
+
+    dq: torch.Tensor                             # [B, T, H, K]
+    dk: torch.Tensor                             # [B, T, H, K]
+    dv: torch.Tensor                             # [B, T, HV, V]
+    dg: torch.Tensor                             # [B, T, HV], fp32
+    dbeta: torch.Tensor                          # [B, T, HV], fp32
+    dh0: torch.Tensor | None                     # as the initial state, fp32
+
+
+def _of_what_kernels_see(
+    kernels: Kernels, inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, kept: Kept
+) -> GradientsSeen:
+    """All that is made on the way is gone when this returns."""
+    launch, facts = kernels.launch, inputs.facts
     q, k = prepared_keys(launch, inputs)
-    chunks = SCANS[kernels.dispatch.strategy](kernels, with_float_parameters(inputs), q, k, aligned(inputs.v), do, dht)
+    chunks = SCANS[kernels.dispatch.strategy](kernels, with_float_parameters(inputs), q, k, aligned(inputs.v), do, dht, kept)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dg, dbeta = torch.empty(2, *inputs.g.shape, dtype=torch.float32, device=facts.device).unbind()
     sources = (
@@ -118,19 +154,7 @@ def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> 
         launch["warpgroup_gradients"](*sources, chunks.chunk_tokens, *found, inputs.scale, blocks)
     else:
         launch["chunk_gradients"](*sources, *found, inputs.scale)
-    if facts.use_qk_l2norm_in_kernel:
-        dq, dk = _through_l2norm(launch, inputs, dq, dk)
-    gate = gate_gradients(inputs, dg, resets_have_none="warpgroup_gradients" in launch)
-    return Gradients(
-        q=dq,
-        k=dk,
-        v=chunks.dv,
-        beta=beta_gradient(inputs, dbeta),
-        g=gate.g,
-        initial_state=None if chunks.dh0 is None else chunks.dh0.to(facts.state_dtype),
-        A_log=gate.A_log,
-        dt_bias=gate.dt_bias,
-    )
+    return GradientsSeen(dq, dk, chunks.dv, dg, dbeta, chunks.dh0)
 
 
 class ScannedGradients(NamedTuple):
@@ -158,7 +182,9 @@ def _chunked(
     v: torch.Tensor,
     do: torch.Tensor,
     dht: torch.Tensor | None,
+    kept: Kept,
 ) -> ScannedGradients:
+    kept.take()                          # inverses without gates: of no use here
     initial_state, dh0 = _initial_state(inputs)
     launch = kernels.launch
     g_sum, beta, A, states, v_new = scanned_chunks(launch, inputs, k, v, initial_state, None)
@@ -175,22 +201,23 @@ def _registers(
     v: torch.Tensor,
     do: torch.Tensor,
     dht: torch.Tensor | None,
+    kept: Kept,
 ) -> ScannedGradients:
     launch, slots = kernels.launch, slots_of(inputs)
-    inputs = dataclasses.replace(inputs, beta=floored_strengths(inputs))
     initial_state, dh0 = _initial_state(inputs)
     chunk_tokens = None
     if plan.lists_chunks(inputs.facts):
         chunk_tokens = torch.empty(slots, 2, dtype=torch.int32, device=inputs.facts.device)
     g_sum, beta = summed_gates(launch, inputs, slots, chunk_tokens)
-    Ab = chunk_inverses(launch, inputs, k, slots)
+    Ab = _kept_inverses(inputs, kept)
+    if Ab is None:
+        Ab = chunk_inverses(launch, inputs, k, slots)
     if "segment_plan" in launch:
-        segments = scanned_segments(launch, inputs, k, v, Ab, initial_state, slots=slots, split=kernels.dispatch.split)
+        segments = planned_segments(launch, inputs, slots=slots, split=kernels.dispatch.split)
         scans = RegisterScans(
             launch, inputs, q, k, v, do, Ab, segments.segments_before, places=segments.places, L=segments.L
         )
-        states, v_new = scans.states(segments.states)
-        behind = _gradients_behind(scans, segments, dht)
+        states, v_new, behind = _across_segments(scans, segments, initial_state, dht)
     else:
         scans = RegisterScans(launch, inputs, q, k, v, do, Ab, None, places=inputs.N, L=WHOLE_SEQUENCES)
         states, v_new = scans.states(initial_state)
@@ -198,6 +225,12 @@ def _registers(
     state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
     scans.gradients("register_gradient_scan", behind, state_gradients, dv, dh0)
     return ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0, chunk_tokens)
+
+
+def _kept_inverses(inputs: CallInputs, kept: Kept) -> torch.Tensor | None:
+    """Those of the forward, if it had the chunks of the backward."""
+    Ab = kept.take()
+    return None if Ab is None or Ab.shape[-1] != inputs.facts.chunk_size else aligned(Ab.contiguous())
 
 
 SCANS = {"chunked": _chunked, "registers": _registers, "registers_split": _registers}
@@ -263,14 +296,27 @@ class RegisterScans:
         return min(self._items, gpu_info(self.inputs.facts.device).sm_count)
 
 
-def _gradients_behind(scans: RegisterScans, segments: Segments, dht: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of the state behind each segment, [places, HV, V, K]."""
+def _across_segments(
+    scans: RegisterScans, segments: Segments, initial_state: torch.Tensor | None, dht: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """scans.states(), and the gradient of the state behind each segment, [places, HV, V, K].
+
+    The states that enter segments are gone before there is room for gradients, and the transfers with the return.
+    """
+    transfers = segment_transfers(scans.launch, scans.inputs, scans.k, scans.v, scans.Ab, segments)
+    states, v_new = scans.states(segment_states(scans.launch, scans.inputs, segments, transfers, initial_state))
+    return states, v_new, _gradients_behind(scans, segments, transfers, dht)
+
+
+def _gradients_behind(
+    scans: RegisterScans, segments: Segments, transfers: torch.Tensor, dht: torch.Tensor | None
+) -> torch.Tensor:
     launch, inputs = scans.launch, scans.inputs
-    own, behind = torch.empty_like(segments.states), torch.empty_like(segments.states)
+    own, behind = states_of_segments(inputs, segments), states_of_segments(inputs, segments)
     warm_chunks = warm_chunks_of(launch["segment_plan_backwards"], inputs, None, places=segments.places, L=segments.L)
     scans.gradients("segment_gradient_scan", dht, None, None, own, warm_chunks)
     launch["segment_state_gradients"](
-        segments.transfers, segments.warm_chunks, inputs.cu_seqlens, dht, own, behind, segments.L, inputs.T, inputs.N
+        transfers, segments.warm_chunks, inputs.cu_seqlens, dht, own, behind, segments.L, inputs.T, inputs.N
     )
     return behind
 

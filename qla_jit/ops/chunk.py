@@ -6,10 +6,12 @@ import warnings
 
 import torch
 
+from ..kernel_templates.macros.sequences import slot_count
 from ..once import first_time
 from . import fallback
 from .graphs import graph_break
 from .inputs import CPU_DTYPES, CallInputs, check_inputs, check_tensor, state_shape
+from .kept import Kept
 from .results import ForwardResult, Gradients
 
 
@@ -49,7 +51,8 @@ def chunk_gated_delta_rule(
     waits for the GPU, except that the reference reads cu_seqlens.
 
     Gradients are those of q, k, v, g, beta, initial_state, A_log and dt_bias, each in its input's dtype and once
-    differentiable. For the backward only the inputs are kept.
+    differentiable. For the backward the inputs are kept and, where kernels make them and no hooks on saved tensors are in
+    force, the inverses of chunks: 128 bytes a token and head of v.
 
     Args:
         q, k: [B, T, H, K]; fp16 or bf16, on the CPU also fp32 and fp64. k is expected to have norm 1 along K.
@@ -140,7 +143,8 @@ def chunk_gated_delta_rule_fwd(
     """chunk_gated_delta_rule without autograd: for a caller's own autograd.Function, whose backward needs the inputs again.
 
     Arguments and errors are those of chunk_gated_delta_rule. g_sum is in natural-log units, where FLA's is in units of log 2;
-    the two libraries' saved tensors cannot be exchanged. g_sum and A are None unless `chunked` computed the call.
+    the two libraries' saved tensors cannot be exchanged. g_sum and A are None unless `chunked` computed the call, Ab if it did;
+    all are None on the CPU. Who hands Ab to chunk_gated_delta_rule_bwd saves the backward from computing it anew.
     """
     inputs = check_inputs(
         q,
@@ -181,6 +185,7 @@ def chunk_gated_delta_rule_bwd(
     initial_state: torch.Tensor | None = None,
     *,
     g_sum: torch.Tensor | None = None,
+    Ab: torch.Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -201,6 +206,7 @@ def chunk_gated_delta_rule_bwd(
         q, k, v, g, beta, scale, initial_state and the flags: as given to the forward. g is the gate itself, where FLA and
             FlashQLA take its cumulated sum; q, k, g and beta are those before l2norm, gate and sigmoid.
         A, g_sum: accepted for compatibility, and not read: they are computed anew.
+        Ab: ForwardResult.Ab of the same call. None, or from another chunk size than the backward takes: computed anew.
         do: [B, T, HV, V], gradient of o.
         dht: gradient of the final state, in its shape; None means zeros.
 
@@ -208,7 +214,7 @@ def chunk_gated_delta_rule_bwd(
         Gradients, each in the shape and dtype of its input; unpacks as dq, dk, dv, dbeta, dg, dh0, dA_log, ddt_bias.
 
     Raises:
-        As the forward; ShapeError also if do or dht has not the shape of its output.
+        As the forward; ShapeError also if do or dht has not the shape of its output, or Ab not that of the forward's.
     """
     inputs = check_inputs(
         q,
@@ -236,12 +242,16 @@ def chunk_gated_delta_rule_bwd(
     if dht is not None:
         shape, axes = state_shape(inputs.N, facts.HV, facts.K, facts.V, state_v_first)
         check_tensor("dht", dht, shape, axes, "as the final state", CPU_DTYPES, facts.device)
+    if Ab is not None:
+        slots = slot_count(inputs.B, inputs.T, inputs.N, facts.chunk_size, facts.varlen)
+        shape = (slots, facts.HV, facts.chunk_size, facts.chunk_size)
+        check_tensor("Ab", Ab, shape, "[slots, HV, C, C]", "as in ForwardResult", (facts.dtype,), facts.device)
 
     if inputs.q.is_cuda:
         from . import backward
 
         if inputs.B * inputs.T == 0 or backward.kernels_for(inputs) is not None:
-            return backward.backward(inputs, do, dht)
+            return backward.backward(inputs, do, dht, Kept(Ab))
         _warn_slow_gradients()
     return fallback.backward(inputs, do, dht)
 

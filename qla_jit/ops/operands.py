@@ -12,9 +12,8 @@ from ..errors import UnsupportedError
 from ..kernel_templates.macros.register_roles import ROWS
 from ..kernel_templates.macros.segments import place_count
 from ..kernel_templates.macros.sequences import slot_count
-from ..reference import L2NORM_EPS, beta_from_logits
+from ..reference import L2NORM_EPS
 from .inputs import CallInputs
-from .plan import BETA_FLOORS
 
 INT32_MAX = 2**31 - 1
 
@@ -30,14 +29,12 @@ class ScannedChunks(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Sequences cut into segments, the gates' verdict on each, and what the forward direction finds. By segment place."""
+    """Sequences cut into segments, and the gates' verdict on each. By segment place."""
 
     L: int                                       # chunks per segment
     places: int
     warm_chunks: torch.Tensor                    # [places, HV], int32: of segment_plan
     segments_before: torch.Tensor                # [N + 1], int32: in the sequences before each, and in all
-    transfers: torch.Tensor                      # [places, HV, V + K, K], fp32: N and M, transposed
-    states: torch.Tensor                         # [places, HV, V, K], fp32: the state that enters
 
 
 def slots_of(inputs: CallInputs) -> int:
@@ -108,33 +105,56 @@ def chunk_inverses(launch: dict[str, Callable[..., None]], inputs: CallInputs, k
     return Ab
 
 
-def scanned_segments(
+def planned_segments(
+    launch: dict[str, Callable[..., None]], inputs: CallInputs, *, slots: int, split: int | None
+) -> Segments:
+    """Segments of `split` chunks; None: one for every sequence."""
+    L = slots if split is None else split
+    places = place_count(slots, inputs.N, L)
+    segments_before = torch.empty(inputs.N + 1, dtype=torch.int32, device=inputs.facts.device)
+    warm_chunks = warm_chunks_of(launch["segment_plan"], inputs, segments_before, places=places, L=L)
+    return Segments(L, places, warm_chunks, segments_before)
+
+
+def segment_transfers(
     launch: dict[str, Callable[..., None]],
     inputs: CallInputs,
     k: torch.Tensor,
     v: torch.Tensor,
     Ab: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    *,
-    slots: int,
-    split: int | None,
-) -> Segments:
-    """The state that enters each segment of `split` chunks; None: one segment for every sequence."""
-    facts, cu_seqlens = inputs.facts, inputs.cu_seqlens
-    HV, K, V, device = facts.HV, facts.K, facts.V, facts.device
-    L = slots if split is None else split
-    places = place_count(slots, inputs.N, L)
-
-    segments_before = torch.empty(inputs.N + 1, dtype=torch.int32, device=device)
-    warm_chunks = warm_chunks_of(launch["segment_plan"], inputs, segments_before, places=places, L=L)
-    transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=device)
+    segments: Segments,
+) -> torch.Tensor:
+    """What each segment does to the state that enters it, [places, HV, V + K, K] in fp32: N and M, transposed."""
+    HV, K, V, places = inputs.facts.HV, inputs.facts.K, inputs.facts.V, segments.places
+    transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=inputs.facts.device)
     # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
     items = places * HV * (V // ROWS + 1)
-    gates = (inputs.g, inputs.A_log, inputs.dt_bias)
-    launch["segment_scan"](k, v, Ab, *gates, cu_seqlens, segments_before, warm_chunks, transfers, L, items)
-    states = torch.empty(places, HV, V, K, dtype=torch.float32, device=device)
-    launch["segment_states"](transfers, warm_chunks, cu_seqlens, initial_state, states, L, inputs.T, inputs.N)
-    return Segments(L, places, warm_chunks, segments_before, transfers, states)
+    launch["segment_scan"](
+        k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, segments.segments_before, segments.warm_chunks,
+        transfers, segments.L, items,
+    )  # fmt: skip
+    return transfers
+
+
+def segment_states(
+    launch: dict[str, Callable[..., None]],
+    inputs: CallInputs,
+    segments: Segments,
+    transfers: torch.Tensor,
+    initial_state: torch.Tensor | None,
+) -> torch.Tensor:
+    """The state that enters each segment, [places, HV, V, K] in fp32."""
+    states = states_of_segments(inputs, segments)
+    launch["segment_states"](
+        transfers, segments.warm_chunks, inputs.cu_seqlens, initial_state, states, segments.L, inputs.T, inputs.N
+    )
+    return states
+
+
+def states_of_segments(inputs: CallInputs, segments: Segments) -> torch.Tensor:
+    """Room for a state of each segment, or its gradient."""
+    facts = inputs.facts
+    return torch.empty(segments.places, facts.HV, facts.V, facts.K, dtype=torch.float32, device=facts.device)
 
 
 def warm_chunks_of(
@@ -146,14 +166,6 @@ def warm_chunks_of(
     warm_chunks = torch.empty(places, inputs.facts.HV, dtype=torch.int32, device=inputs.facts.device)
     launch(inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, warm_chunks, segments_before, L)
     return warm_chunks
-
-
-def floored_strengths(inputs: CallInputs) -> torch.Tensor:
-    """beta as gate_cumsum makes it for a backward, [B, T, HV] fp32: after the sigmoid, and |beta| not below the floor."""
-    beta = inputs.beta.float()
-    if inputs.facts.use_beta_sigmoid_in_kernel:
-        beta = beta_from_logits(beta, allow_neg_eigval=inputs.facts.allow_neg_eigval)
-    return torch.copysign(beta.abs().clamp_(min=2.0 ** BETA_FLOORS[inputs.facts.dtype]), beta)
 
 
 def with_float_parameters(inputs: CallInputs) -> CallInputs:

@@ -19,9 +19,11 @@ from .inputs import CallFacts, CallInputs
 from .operands import (
     aligned,
     chunk_inverses,
+    planned_segments,
     prepared_keys,
     scanned_chunks,
-    scanned_segments,
+    segment_states,
+    segment_transfers,
     slots_of,
     with_float_parameters,
 )
@@ -74,7 +76,7 @@ def choice_for(inputs: CallInputs) -> tuple[select.Dispatch, list[CompileRequest
 
 
 def forward(inputs: CallInputs) -> ForwardResult:
-    """o and the final state, and what `chunked` makes on the way. Launches on the current stream, no sync."""
+    """o and the final state, and what the strategy makes on the way. Launches on the current stream, no sync."""
     facts = inputs.facts
     if facts.device.index != torch.cuda.current_device():
         with torch.cuda.device(facts.device):
@@ -105,7 +107,7 @@ def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     o = _rest_of_forward(
         kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, None, places=inputs.N, chunks_per_segment=0
     )
-    return ForwardResult(o, final_state)
+    return ForwardResult(o, final_state, Ab=Ab)
 
 
 def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
@@ -115,12 +117,13 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     slots = slots_of(inputs)
     Ab = chunk_inverses(launch, inputs, k, slots)
     initial_state, final_state = _states(inputs)
-    segments = scanned_segments(launch, inputs, k, v, Ab, initial_state, slots=slots, split=kernels.split)
+    segments = planned_segments(launch, inputs, slots=slots, split=kernels.split)
+    states = segment_states(launch, inputs, segments, segment_transfers(launch, inputs, k, v, Ab, segments), initial_state)
     o = _rest_of_forward(
-        launch, inputs, q, k, v, Ab, segments.states, final_state, segments.segments_before,
+        launch, inputs, q, k, v, Ab, states, final_state, segments.segments_before,
         places=segments.places, chunks_per_segment=segments.L,
     )  # fmt: skip
-    return ForwardResult(o, final_state)
+    return ForwardResult(o, final_state, Ab=Ab)
 
 
 LAUNCHERS = {"chunked": _chunked, "fused": _fused, "split": _split}

@@ -45,12 +45,14 @@ VALUE_DIMS = (64, 96, 128, 192, 256, 512)
 # a long one would take more than the chunk states of the baseline do.
 TRANSFER_BYTES = 2**30
 
-# Tokens per chunk of the backward, the first that a strategy serves: fewer chunks are fewer states in memory. It keeps nothing of
-# the forward but the inputs, so it need not have the forward's chunks.
+# Tokens per chunk of the backward, the first that a strategy serves: fewer chunks are fewer states in memory. It need not
+# have the forward's chunks: of what the forward makes it takes the inverses at most, and makes its own for other chunks.
 BACKWARD_CHUNK_SIZES = (64, 32)
 
 # The backward divides by beta, whose exponent is at least this: v_new is about beta large, and must not be a denormal number.
-BETA_FLOORS = {torch.bfloat16: -24, torch.float16: -14}
+# bf16 has the exponents of fp32, in which products with beta twice are 2^-80. There a token with beta = 0 writes 2^-40 of its v,
+# nothing that fp32 holds beside a state, so that the forward may have the floor too and both directions share chunk_inverse.
+BETA_FLOORS = {torch.bfloat16: -40, torch.float16: -14}
 
 _NAMES = {
     torch.float16: "float16",
@@ -175,7 +177,7 @@ def chunked_steps(facts: CallFacts) -> dict[str, Step]:
     keys = key_side(facts)
     scan = state_scan.Problem(**keys, V=facts.V, **states(facts))
     return unit_row_steps(facts) | {
-        "gate_cumsum": summed_gates(facts, strength_sources(facts), beta_floor=None),
+        "gate_cumsum": summed_gates(facts, beta_floor=None),
         "triangular_solve": Step(triangular_solve.TEMPLATE, triangular_solve.Problem(**keys)),
         "state_scan": Step(state_scan.TEMPLATE, scan),
         "chunk_output": Step(chunk_output.TEMPLATE, chunk_output.Problem(**keys, V=facts.V)),
@@ -185,10 +187,9 @@ def chunked_steps(facts: CallFacts) -> dict[str, Step]:
 def fused_steps(facts: CallFacts) -> dict[str, Step]:
     """The inverse of each chunk, then everything else in one kernel that keeps the state in registers."""
     keys = key_side(facts)
-    inverse = chunk_inverse.Problem(**keys, **strength_sources(facts))
     rest = register_state_forward.Problem(**keys, V=facts.V, **states(facts), **gate_sources(facts))
     return unit_row_steps(facts) | {
-        "chunk_inverse": Step(chunk_inverse.TEMPLATE, inverse),
+        "chunk_inverse": ungated_inverses(facts),
         "register_state_forward": Step(register_state_forward.TEMPLATE, rest),
     }
 
@@ -225,7 +226,7 @@ def chunked_backward_steps(facts: CallFacts) -> dict[str, Step]:
     scan = state_scan.Problem(**keys, V=facts.V, **initial_state(facts), has_final_state=False)
     gradient_scan = state_gradient_scan.Problem(**keys, V=facts.V, **state_gradients(facts))
     return unit_row_steps(facts) | {
-        "gate_cumsum": summed_gates(facts, strength_sources(facts), beta_floor=BETA_FLOORS[facts.dtype]),
+        "gate_cumsum": summed_gates(facts, beta_floor=BETA_FLOORS[facts.dtype]),
         "triangular_solve": Step(triangular_solve.TEMPLATE, triangular_solve.Problem(**keys)),
         "state_scan": Step(state_scan.TEMPLATE, scan),
         "state_gradient_scan": Step(state_gradient_scan.TEMPLATE, gradient_scan),
@@ -277,12 +278,9 @@ def register_scans(facts: CallFacts) -> tuple[register_state_scan.Problem, regis
 
 
 def around_register_scans(facts: CallFacts, scans: dict[str, Step]) -> dict[str, Step]:
-    """chunk_inverse knows no floor of beta, so its kernels get beta from operands.floored_strengths."""
-    floored = dict(beta_dtype="float32", beta_sigmoid=False, negative_eigenvalues=False)
     return unit_row_steps(facts) | {
-        # It floors once more: the same kernel serves `chunked` where beta comes as it is.
-        "gate_cumsum": summed_gates(facts, floored, beta_floor=BETA_FLOORS[facts.dtype], lists_chunks=lists_chunks(facts)),
-        "chunk_inverse": Step(chunk_inverse.TEMPLATE, chunk_inverse.Problem(**key_side(facts), **floored)),
+        "gate_cumsum": summed_gates(facts, beta_floor=BETA_FLOORS[facts.dtype], lists_chunks=lists_chunks(facts)),
+        "chunk_inverse": ungated_inverses(facts),
     } | scans | chunk_gradient_steps(facts, states_v_first=True)  # fmt: skip
 
 
@@ -344,14 +342,18 @@ def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[
     return rejection
 
 
-def summed_gates(
-    facts: CallFacts, strengths: dict[str, Any], *, beta_floor: int | None, lists_chunks: bool = False
-) -> Step:
+def summed_gates(facts: CallFacts, *, beta_floor: int | None, lists_chunks: bool = False) -> Step:
     problem = gate_cumsum.Problem(
-        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strengths, beta_floor=beta_floor,
-        lists_chunks=lists_chunks,
+        HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strength_sources(facts),
+        beta_floor=beta_floor, lists_chunks=lists_chunks,
     )  # fmt: skip
     return Step(gate_cumsum.TEMPLATE, problem)
+
+
+def ungated_inverses(facts: CallFacts) -> Step:
+    """The same for both directions, so that the backward may take those of the forward."""
+    problem = chunk_inverse.Problem(**key_side(facts), **strength_sources(facts), beta_floor=BETA_FLOORS[facts.dtype])
+    return Step(chunk_inverse.TEMPLATE, problem)
 
 
 def gate_sources(facts: CallFacts) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from qla_jit.ops.plan import KEY_DIMS
 
 QWEN = Problem(
     H=2, HV=8, K=128, C=64, dtype="bfloat16", beta_dtype="bfloat16", packed=True, index_dtype="int32", beta_sigmoid=False,
-    negative_eigenvalues=False,
+    negative_eigenvalues=False, beta_floor=-40,
 )  # fmt: skip
 
 PROBLEMS = [
@@ -24,6 +24,7 @@ PROBLEMS = [
     {"packed": False, "index_dtype": "int64"},
     {"beta_dtype": "float32", "beta_sigmoid": True},
     {"beta_dtype": "float16", "beta_sigmoid": True, "negative_eigenvalues": True},
+    {"beta_floor": None},
 ]
 
 

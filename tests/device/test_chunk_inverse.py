@@ -34,7 +34,7 @@ BOUND_LONG_KEYS = 5.0e-3
 
 QWEN = Problem(
     H=2, HV=8, K=128, C=C, dtype="bfloat16", beta_dtype="float32", packed=True, index_dtype="int32", beta_sigmoid=False,
-    negative_eigenvalues=False,
+    negative_eigenvalues=False, beta_floor=-40,
 )  # fmt: skip
 
 PROBLEMS = [
@@ -44,6 +44,7 @@ PROBLEMS = [
     replace(QWEN, beta_dtype="bfloat16"),
     replace(QWEN, beta_dtype="bfloat16", beta_sigmoid=True, negative_eigenvalues=True),
     replace(QWEN, index_dtype="int64"),
+    replace(QWEN, beta_floor=None),
 ]
 EQUAL_LENGTHS = replace(QWEN, packed=False)
 DEFAULT = TEMPLATE.default_config(QWEN, SM90A)
@@ -108,6 +109,9 @@ def inverse(problem: Problem, k: torch.Tensor, beta: torch.Tensor) -> torch.Tens
     k, beta = k.double().transpose(0, 1), beta.double().T
     if problem.beta_sigmoid:
         beta = beta.sigmoid() * (2 if problem.negative_eigenvalues else 1)
+    if problem.beta_floor is not None:
+        floor = 2.0**problem.beta_floor
+        beta = torch.where(beta.abs() < floor, torch.where(beta < 0, -floor, floor), beta)
     N = (k @ k.mT).tril(-1).repeat_interleave(problem.HV // problem.H, dim=0)
     L = torch.eye(k.shape[1], dtype=torch.float64, device=k.device) + beta[..., None] * N
     Ab = torch.linalg.solve_triangular(L, torch.diag_embed(beta), upper=False, unitriangular=True)
@@ -179,6 +183,35 @@ def test_beta_beyond_its_range_in_some_heads() -> None:
     beta[:, 5::50, 1] = 4.0
     beta[:, 7::50, 6] = -1.0
     check(QWEN, LENGTHS, launch(QWEN, k, beta, bounds), k, beta, BOUND)
+
+
+# Of the column of such a token, the floor itself is exact in bf16.
+@pytest.mark.parametrize("betas", ["beta0", "random"])
+def test_a_token_that_writes_nothing_has_the_column_of_the_floor(betas: str) -> None:
+    k, beta, bounds = inputs(QWEN, LENGTHS, betas=betas)
+    beta[:, 5::7] = 0.0
+    beta[:, 6::7] = -0.0
+    Ab = launch(QWEN, k, beta, bounds)
+    check(QWEN, LENGTHS, Ab, k, beta, BOUND)
+    for _, row, first, count, slot in chunks(QWEN, LENGTHS):
+        written = Ab[slot, :, :count, :count].double()
+        tokens = (beta[row, first : first + count] == 0).T               # [HV, count]
+        assert (written.diagonal(dim1=1, dim2=2)[tokens] == 2.0**QWEN.beta_floor).all()
+        expected = inverse(QWEN, k[row, first : first + count], beta[row, first : first + count])[:, :count, :count]
+        of_floor = tokens[:, None].expand_as(written)
+        if of_floor.any():
+            assert relative_l2(written[of_floor], expected[of_floor]) <= BOUND_LONG_KEYS
+
+
+def test_without_a_floor_a_token_that_writes_nothing_has_a_column_of_zeros() -> None:
+    problem = replace(QWEN, beta_floor=None)
+    k, beta, bounds = inputs(problem, LENGTHS)
+    beta[:, 5::7] = 0.0
+    Ab = launch(problem, k, beta, bounds)
+    for _, row, first, count, slot in chunks(problem, LENGTHS):
+        tokens = (beta[row, first : first + count] == 0).T
+        assert (Ab[slot, :, :count, :count].mT[tokens] == 0).all()
+        assert (Ab[slot, :, :count, :count][tokens] == 0).all()
 
 
 def test_a_sequence_does_not_see_its_neighbours() -> None:

@@ -39,7 +39,7 @@ HEAD_DIMS = [(64, 256), (192, 96), (256, 64), (128, 512)]
 # other case is there for more than one reason.
 CASES = [
     *(replace(QWEN, gates=gates) for gates in GATES),
-    *(replace(QWEN, betas=betas) for betas in ("beta0", "beta1", "beta2")),
+    *(replace(QWEN, betas=betas) for betas in ("beta0", "some_beta0", "beta1", "beta2")),
     replace(QWEN, keys="collinear"),
     replace(QWEN, keys="zero_rows", l2norm=True),
     *(replace(QWEN, lengths=lengths) for lengths in RAGGED_LENGTHS),

@@ -215,9 +215,11 @@ def gradients(call: dict[str, Any], *, through: tuple[str, ...] = ("o", "state")
     return {name: leaf.grad for name, leaf in leaves.items()}, cotangents["o"]
 
 
-def low_level(call: dict[str, Any], do: torch.Tensor, dht: torch.Tensor | None) -> Gradients:
+def low_level(
+    call: dict[str, Any], do: torch.Tensor, dht: torch.Tensor | None, *, Ab: torch.Tensor | None = None
+) -> Gradients:
     arguments_ = {name: x for name, x in call.items() if name != "output_final_state"}
-    return qla_jit.chunk_gated_delta_rule_bwd(**arguments_, A=None, do=do, dht=dht)
+    return qla_jit.chunk_gated_delta_rule_bwd(**arguments_, A=None, do=do, dht=dht, Ab=Ab)
 
 
 def cotangents(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -379,6 +381,25 @@ def test_the_low_level_half_gives_the_same_bits_for_any_layout_of_do(strategy: s
     for x in (do, strided):
         actual = low_level(call, x, dht)
         assert all(torch.equal(getattr(actual, name), gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("case", [BASE, IN_KERNEL], ids=str)
+def test_the_inverses_of_the_forward_give_the_same_bits(case: Case, strategy: str) -> None:
+    call = arguments(case, device="cuda")
+    do, dht = cotangents(call)
+    fill_free_memory_with_nan()
+    Ab = qla_jit.chunk_gated_delta_rule_fwd(**call).Ab
+    assert (Ab is None) == (strategy == "chunked")
+    for found, expected in zip(low_level(call, do, dht, Ab=Ab), low_level(call, do, dht), strict=True):
+        assert found is expected is None or torch.equal(found, expected)
+
+
+def test_a_second_backward_of_a_graph_gives_the_same_bits(strategy: str) -> None:
+    call = arguments(BASE, device="cuda")
+    leaves = leaves_of(call)
+    o, _ = qla_jit.chunk_gated_delta_rule(**call | leaves)
+    first, second = (torch.autograd.grad(o, list(leaves.values()), random_like(o, seed=0), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)

@@ -77,8 +77,7 @@ class Kernels:
     def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks, chunk_tokens=None):
         if self.facts.use_gate_in_kernel:
             g = gate(g.float(), A_log, dt_bias)
-        if self.facts.use_beta_sigmoid_in_kernel and not self.registers:
-            beta = beta_from_logits(beta.float(), allow_neg_eigval=self.facts.allow_neg_eigval)
+        strengths = self.strengths(beta)
         beta_chunks.zero_()
         self.g = g
         for slot, row, tokens, h, _ in self.chunks():
@@ -87,7 +86,13 @@ class Kernels:
             sums = g[row, tokens, h].float().clamp(min=RESET_GATE).cumsum(0)
             g_sum[slot, h] = sums[-1]
             g_sum[slot, h, : len(sums)] = sums
-            beta_chunks[slot, h, : len(sums)] = beta[row, tokens, h].float().clamp(min=2.0**BETA_FLOOR)
+            beta_chunks[slot, h, : len(sums)] = strengths[row, tokens, h]
+
+    def strengths(self, beta):
+        beta = beta.float()
+        if self.facts.use_beta_sigmoid_in_kernel:
+            beta = beta_from_logits(beta, allow_neg_eigval=self.facts.allow_neg_eigval)
+        return torch.where(beta.abs() < 2.0**BETA_FLOOR, torch.where(beta < 0, -1.0, 1.0) * 2.0**BETA_FLOOR, beta)
 
     def triangular_solve(self, k, g_sum, beta_chunks, cu_seqlens, A):
         A.zero_()
@@ -98,10 +103,10 @@ class Kernels:
             A[slot, h, :n, :n] = torch.linalg.inv(torch.eye(n).double() + L) * beta
 
     def chunk_inverse(self, k, beta, cu_seqlens, Ab):
-        assert beta.dtype == torch.float32
+        strengths = self.strengths(beta).double()
         Ab.zero_()
         for slot, row, tokens, h, key_head in self.chunks():
-            n, K, strength = length(tokens), k[row, tokens, key_head], beta[row, tokens, h].double()
+            n, K, strength = length(tokens), k[row, tokens, key_head], strengths[row, tokens, h]
             L = (strength[:, None] * (K @ K.T)).tril(-1)
             Ab[slot, h, :n, :n] = torch.linalg.inv(torch.eye(n).double() + L) * strength
 

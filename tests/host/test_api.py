@@ -1,6 +1,7 @@
 """The public names, their signatures, and their results on the CPU."""
 
 import ast
+import functools
 import inspect
 import re
 import warnings
@@ -30,9 +31,9 @@ SIGNATURES = {
         "use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, auto_cp=True)"
     ),
     "chunk_gated_delta_rule_bwd": (
-        "(q, k, v, g, beta, A, do, dht=None, scale=None, initial_state=None, *, g_sum=None, use_qk_l2norm_in_kernel=False, "
-        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, "
-        "use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, auto_cp=True)"
+        "(q, k, v, g, beta, A, do, dht=None, scale=None, initial_state=None, *, g_sum=None, Ab=None, "
+        "use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, "
+        "cu_seqlens=None, cu_seqlens_cpu=None, use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, auto_cp=True)"
     ),
     "fused_recurrent_gated_delta_rule": (
         "(q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
@@ -215,6 +216,21 @@ def test_gradient_of_another_shape_is_refused(name, shape, expected):
         qla_jit.chunk_gated_delta_rule_bwd(**call, A=None, **outputs | {name: torch.zeros(shape)})
     assert str(expected) in str(caught.value)
     assert str(shape) in str(caught.value)
+
+
+def test_inverses_that_are_not_of_the_call_are_refused():
+    call = {key: x for key, x in arguments(Case()).items() if key != "output_final_state"}
+    gradients = functools.partial(qla_jit.chunk_gated_delta_rule_bwd, **call, A=None, do=torch.zeros(1, 129, 4, 24))
+    Ab = torch.zeros(3, 4, 64, 64, dtype=torch.float64)
+    gradients(Ab=Ab)
+    for refused in (Ab[:2], Ab[:, :2], Ab[..., :32, :32]):
+        with pytest.raises(qla_jit.ShapeError, match=r"Ab must be \[slots, HV, C, C\] = \(3, 4, 64, 64\)"):
+            gradients(Ab=refused)
+    gradients(Ab=torch.zeros(5, 4, 32, 32, dtype=torch.float64), chunk_size=32)
+    with pytest.raises(qla_jit.DtypeError, match="Ab must be"):
+        gradients(Ab=Ab.bfloat16())
+    with pytest.raises(qla_jit.InputError, match="Ab must be"):
+        gradients(Ab=[])
 
 
 def test_slow_gradients_warn_once_per_process():

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case, arguments, relative_l2
+from torch.utils.checkpoint import checkpoint
 
 from qla_jit.ops import autograd, backward, chunk, fallback, pipeline
 from qla_jit.ops.inputs import CallInputs, check_inputs
+from qla_jit.ops.kept import Kept
 from qla_jit.ops.results import ForwardResult, Gradients
 
 CASE = Case(lengths=(70, 0, 3), tail=2, dtype=torch.bfloat16, in_kernel=True, l2norm=True)
@@ -25,13 +27,41 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tens
     """The gradients of the outputs that the launcher of the backward was given."""
     given = []
 
-    def launched(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None) -> Gradients:
+    def launched(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, Ab: Kept) -> Gradients:
         given.append((do, dht))
         return fallback.backward(inputs, do, dht)
 
     monkeypatch.setattr(pipeline, "forward", fallback.forward)
     monkeypatch.setattr(backward, "backward", launched)
     return given
+
+
+class Inverses:
+    """What the forward makes, and what of it comes to the backward."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.given: list[weakref.ref[torch.Tensor] | None] = []
+
+    def forward(self, inputs: CallInputs) -> ForwardResult:
+        Ab = torch.zeros(4, 4, 64, 64)
+        self.made.append(weakref.ref(Ab))
+        return replace(fallback.forward(inputs), Ab=Ab)
+
+    def backward(self, inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, Ab: Kept) -> Gradients:
+        taken = Ab.take()
+        self.given.append(None if taken is None else weakref.ref(taken))
+        del taken
+        assert all(made() is None for made in self.made), "somebody else holds them"
+        return fallback.backward(inputs, do, dht)
+
+
+@pytest.fixture
+def inverses(seen: list, monkeypatch: pytest.MonkeyPatch) -> Inverses:
+    found = Inverses()
+    monkeypatch.setattr(pipeline, "forward", found.forward)
+    monkeypatch.setattr(backward, "backward", found.backward)
+    return found
 
 
 def differentiable(case: Case = CASE, **changes: object) -> tuple[dict[str, torch.Tensor], CallInputs]:
@@ -105,6 +135,32 @@ def test_gradients_reach_tensors_that_are_not_contiguous() -> None:
     assert torch.equal(strided.grad, expected)
 
 
+def test_the_inverses_are_kept_for_one_backward_alone(inverses: Inverses) -> None:
+    leaves, inputs = differentiable()
+    o = apply(inputs).o
+    assert [made() is None for made in inverses.made] == [False]
+    first, second = (torch.autograd.grad(o.float().sum(), leaves["k"], retain_graph=True) for _ in range(2))
+    assert inverses.given == [inverses.made[0], None]
+    assert torch.equal(*first, *second)
+
+
+def test_inverses_without_a_backward_go_with_the_graph(inverses: Inverses) -> None:
+    _, inputs = differentiable()
+    result = apply(inputs)
+    assert inverses.made[0]() is not None
+    del result, inputs
+    assert inverses.made[0]() is None
+
+
+def test_under_checkpointing_nothing_is_kept_beside_what_it_saves(inverses: Inverses) -> None:
+    leaves, inputs = differentiable()
+    o = checkpoint(lambda k: apply(replace(inputs, k=k)).o, leaves["k"], use_reentrant=False)
+    assert [made() is None for made in inverses.made] == [True]
+    o.float().sum().backward()
+    assert inverses.given == [None]
+    assert leaves["k"].grad.isfinite().all()
+
+
 def test_only_the_inputs_are_kept_for_the_backward() -> None:
     leaves, inputs = differentiable()
     kept = []
@@ -112,6 +168,14 @@ def test_only_the_inputs_are_kept_for_the_backward() -> None:
         apply(inputs)
     own = {x.data_ptr() for x in (*leaves.values(), inputs.cu_seqlens)}
     assert {x.data_ptr() for x in kept} == own
+
+
+def test_the_inverses_are_not_among_the_saved_tensors(inverses: Inverses) -> None:
+    leaves, inputs = differentiable()
+    node = apply(inputs).o.grad_fn
+    own = {x.data_ptr() for x in (*leaves.values(), inputs.cu_seqlens)}
+    assert {x.data_ptr() for x in node.saved_tensors} == own
+    assert inverses.made[0]() is not None
 
 
 def test_nothing_outlives_the_outputs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
 from qla_jit.models import models
 from qla_jit.ops import autograd, backward, fallback, operands, pipeline, plan
 from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
-from qla_jit.ops.operands import floored_strengths
+from qla_jit.ops.kept import Kept
 from qla_jit.ops.results import Gradients
 from qla_jit.ops.splits import best_backward_split, split_backward_us, whole_backward_us
 from qla_jit.tuning_records import Problem, save_directory
@@ -85,13 +86,16 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
         strategy: str = "chunked",
         chunk_size: int = 64,
         split: int | None = None,
+        Ab: torch.Tensor | None = None,
+        without: str | None = None,
     ) -> Gradients:
+        """without: a kernel that must not be launched."""
         facts = inputs.facts._replace(chunk_size=chunk_size)
         stand_ins = Kernels(replace(inputs, facts=facts), strategy)
-        launch = {step: getattr(stand_ins, step) for step in STEPS[strategy]}
+        launch = {step: getattr(stand_ins, step) for step in STEPS[strategy] if step != without}
         kernels = backward.Kernels(select.Dispatch(strategy, {}, facts, split), launch)
         monkeypatch.setattr(backward, "kernels_for", lambda inputs: kernels)
-        return backward.backward(inputs, do, dht)
+        return backward.backward(inputs, do, dht, Kept(Ab))
 
     return run
 
@@ -144,6 +148,28 @@ def check(actual: Gradients, expected: Gradients, inputs: CallInputs, bound: flo
             continue
         assert found.dtype == getattr(inputs, name).dtype, name
         assert relative_l2(found, exact) < bound, name
+
+
+@pytest.mark.parametrize(("strategy", "split"), [("registers", None), ("registers_split", 1)], ids=["registers", "split"])
+@pytest.mark.parametrize("betas", ["random", "some_beta0"])
+def test_inverses_of_the_forward_are_taken(betas: str, strategy: str, split: int | None, run: Callable[..., Gradients]) -> None:
+    inputs = check_inputs(**arguments(replace(BASE, betas=betas)))
+    do, dht = cotangents(inputs)
+    Ab = torch.empty(operands.slots_of(inputs), BASE.HV, 64, 64, dtype=torch.float64)
+    Kernels(inputs, strategy).chunk_inverse(inputs.k, inputs.beta, inputs.cu_seqlens, Ab)
+    strided = Ab.mT.contiguous().mT
+    for given in (Ab, strided):
+        found = run(inputs, do, dht, strategy=strategy, split=split, Ab=given, without="chunk_inverse")
+        for x, expected in zip(found, run(inputs, do, dht, strategy=strategy, split=split), strict=True):
+            assert x is expected is None or torch.equal(x, expected)
+
+
+@pytest.mark.parametrize(("strategy", "C"), [("chunked", 64), ("registers", 32), ("registers_split", 16)], ids=str)
+def test_inverses_that_are_of_no_use_are_not_looked_at(strategy: str, C: int, run: Callable[..., Gradients]) -> None:
+    inputs = check_inputs(**arguments(BASE))
+    do, dht = cotangents(inputs)
+    Ab = torch.full((operands.slots_of(inputs), BASE.HV, 64, 64), float("nan"), dtype=torch.float64)
+    check(run(inputs, do, dht, strategy=strategy, chunk_size=C, Ab=Ab), fallback.backward(inputs, do, dht), inputs)
 
 
 def test_without_a_gradient_of_the_final_state_none_is_made_up(run: Callable[..., Gradients]) -> None:
@@ -239,6 +265,53 @@ def test_every_argument_of_every_kernel_is_passed_in_order(
     assert arguments_of[GRADIENTS[strategy]]["dq"].data_ptr() == arguments_of["l2norm_backward"]["dq_unit"].data_ptr()
 
 
+# What must be gone at a launch, by the kernel that has had it before.
+GONE = {
+    "segment_gradient_scan": {("segment_states", "states")},
+    "register_gradient_scan": {
+        ("segment_states", "states"), ("segment_scan", "transfers"), ("segment_gradient_scan", "own_gradients")
+    },
+    "warpgroup_gradients": {("chunk_inverse", "Ab"), ("register_gradient_scan", "Ab"), ("segment_state_gradients", "gradients")},
+    "l2norm_backward": {
+        ("register_gradient_scan", "k"), ("register_state_scan", "states"), ("register_state_scan", "v_new"),
+        ("register_gradient_scan", "state_gradients"), ("warpgroup_gradients", "g_sum"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["inverses_given", "inverses_made"])
+@pytest.mark.parametrize("strategy", ["registers", "registers_split"])
+def test_what_is_not_needed_any_more_leaves_its_memory(
+    strategy: str, kept: bool, monkeypatch: pytest.MonkeyPatch, asked: list
+) -> None:
+    held: dict[tuple[str, str], weakref.ref[torch.Tensor]] = {}
+    launched, inputs = [], call(l2norm=True)
+
+    def loaded(step: str, names: tuple[str, ...]) -> Callable[..., None]:
+        def launch(*values: object) -> None:
+            launched.append(step)
+            tensors = {name: x for name, x in zip(names, values, strict=True) if isinstance(x, torch.Tensor)}
+            held.update(((step, name), weakref.ref(x)) for name, x in tensors.items())
+            gone = {key for later, keys in GONE.items() if later in launched for key in keys & held.keys()}
+            assert {key for key in gone if held[key]() is not None} == set(), f"at {step}"
+
+        return launch
+
+    with select.override(backward_strategy=strategy, backward_split=1 if strategy == "registers_split" else None):
+        kernels = backward.kernels_for(inputs)
+    requests = kernels.dispatch.requests
+    launch = {step: loaded(step, request.template.arguments(request.problem)) for step, request in requests.items()}
+    monkeypatch.setattr(backward, "kernels_for", lambda inputs: replace(kernels, launch=launch))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    do, dht = cotangents(inputs)
+    Ab = torch.empty(operands.slots_of(inputs), 8, 64, 64, dtype=torch.bfloat16)
+    given, ref = Kept(Ab if kept else None), weakref.ref(Ab)
+    del Ab
+    backward.backward(inputs, do, dht, given)
+    assert ref() is None
+    assert launched == [step for step in requests if not (kept and step == "chunk_inverse")]
+
+
 # V = 512: four blocks for each (sequence, value head).
 @pytest.mark.parametrize(("V", "blocks"), [(128, 8), (512, 32)], ids=["V128", "V512"])
 def test_persistent_kernels_have_a_block_for_every_item_up_to_the_sms(
@@ -258,17 +331,6 @@ def test_persistent_kernels_have_a_block_for_every_item_up_to_the_sms(
     assert scans == [blocks, blocks, H200.sm_count, H200.sm_count]
     # items of (chunk slot, key head): 2 slots and 2 key heads, then far more than SMs
     assert [count for name, count in given if name == "warpgroup_gradients"] == ([4, H200.sm_count] if V == 128 else [])
-
-
-@pytest.mark.parametrize("in_kernel", [True, False], ids=["sigmoid", "as_given"])
-def test_strengths_for_the_inverses_have_the_floor_and_the_sign_of_beta(in_kernel: bool) -> None:
-    inputs = call(in_kernel=in_kernel, betas="beta2")
-    logits = [-200.0, -1.0, 0.0, 1.0, 200.0]
-    inputs.beta[0, :5, 0] = torch.tensor(logits)
-    sigmoid = [0.0, 0.53788, 1.0, 1.46212, 2.0]
-    expected = torch.tensor(sigmoid if in_kernel else logits)
-    expected[expected == 0] = 2.0**-24
-    torch.testing.assert_close(floored_strengths(inputs)[0, :5, 0], expected, rtol=1e-5, atol=0)
 
 
 # Which strategy, and in which chunks
@@ -375,12 +437,13 @@ def test_every_strategy_has_its_scans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "floor"), [(torch.bfloat16, -24), (torch.float16, -14)], ids=["bfloat16", "float16"]
+    ("dtype", "floor"), [(torch.bfloat16, -40), (torch.float16, -14)], ids=["bfloat16", "float16"]
 )
 def test_beta_has_a_floor_above_the_denormal_numbers_of_its_products(dtype: torch.dtype, floor: int) -> None:
     requests = requests_of(call(dtype=dtype).facts)
     assert requests["gate_cumsum"].problem.beta_floor == floor
     assert 2.0**floor >= torch.finfo(dtype).tiny
+    assert 2.0 ** (2 * floor) >= torch.finfo(torch.float32).tiny
 
 
 @pytest.mark.parametrize(
@@ -420,9 +483,17 @@ def test_segments_have_the_states_at_both_ends_where_they_are_read() -> None:
     assert [problems[step].backwards for step in ("segment_plan", "segment_plan_backwards")] == [False, True]
 
 
-def test_a_sigmoid_of_beta_needs_no_kernels_of_its_own() -> None:
-    plain, sigmoid = call(dtype=torch.bfloat16), call(in_kernel=True)
-    assert requests_of(sigmoid.facts)["chunk_inverse"] == requests_of(plain.facts)["chunk_inverse"]
+@pytest.mark.parametrize(("sigmoid", "negative"), [(False, False), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("strategy", ["registers", "registers_split"])
+def test_both_directions_share_the_kernel_of_the_inverses(sigmoid: bool, negative: bool, strategy: str) -> None:
+    facts = call().facts._replace(use_beta_sigmoid_in_kernel=sigmoid, allow_neg_eigval=negative)
+    with select.override("fused", backward_strategy=strategy):
+        forward, gradients = select.choose(facts, SM90A).requests, requests_of(facts)
+    assert forward["chunk_inverse"] == gradients["chunk_inverse"]
+    inverse, gates = gradients["chunk_inverse"].problem, gradients["gate_cumsum"].problem
+    assert (inverse.beta_sigmoid, inverse.negative_eigenvalues) == (sigmoid, negative)
+    shared = ("beta_dtype", "beta_sigmoid", "negative_eigenvalues", "beta_floor")
+    assert [getattr(inverse, name) for name in shared] == [getattr(gates, name) for name in shared]
 
 
 @pytest.mark.parametrize("name", models())

@@ -37,9 +37,12 @@ def test_every_argument_is_passed_and_parameters_are_float32(strategy: str, laun
     call = arguments(case)
     call["A_log"], call["dt_bias"] = call["A_log"].bfloat16(), call["dt_bias"].half()
     with select.override(strategy, split=2 if strategy == "split" else None):
-        pipeline.forward(check_inputs(**call))
+        result = pipeline.forward(check_inputs(**call))
         steps = [name for name, _ in launches]
         assert steps == [request.template.name for request in select.choose(check_inputs(**call).facts, SM90A).requests.values()]
+    inverses = [values["Ab"] for name, values in launches if name == "chunk_inverse"]
+    assert result.Ab is (inverses[0] if inverses else None)
+    assert (result.A is None) is (strategy != "chunked")
     parameters = [values[name] for _, values in launches for name in ("A_log", "dt_bias") if name in values]
     assert parameters
     assert {x.dtype for x in parameters} == {torch.float32}
