@@ -51,14 +51,13 @@ from .macros.register_roles import (
     item_of,
     load,
     load_rows,
-    prefetch_first_state,
     shapes_are_covered,
     signal,
     wait_free,
     wait_full,
 )
 from .macros.register_tiles import from_registers, row_lane_offset, to_registers, transposed_lane_offset
-from .macros.states import prefetch_state, read_transposed_state, state_shape, write_transposed_state
+from .macros.states import read_transposed_state, state_shape, write_transposed_state
 
 
 @dataclass(frozen=True)
@@ -356,8 +355,8 @@ def make_products(config, walk, tiles, thread, log2_scale):
 
 
 @macro
-def load_keys(config, walk, tiles, q, k, final_state_gradient):
-    # K and Q of every chunk, the last first, and into L2 the gradient of the state behind a sequence, if it is given
+def load_keys(config, walk, tiles, q, k):
+    # K and Q of every chunk, the last first
     problem, C = walk.problem, walk.problem.C
     i = T.alloc_var("int32")
     tails = T.alloc_var("int32")
@@ -366,9 +365,6 @@ def load_keys(config, walk, tiles, q, k, final_state_gradient):
     for step in T.serial(walk.steps):
         item = item_of(walk, step)
         key_head = item.head // (problem.HV // problem.H)
-        if final_state_gradient is not None:
-            if step > 0:
-                prefetch_state(problem, final_state_gradient, "float32", item.n, item.head)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
         for j in T.serial(chunks):
@@ -468,17 +464,14 @@ def build(problem: Problem, config: Config):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(problem, config))
             tiles = Tiles(**shared, barriers=barriers)
-            walk = WarmWalk(
-                problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks, warm_chunks
-            )
-            thread = T.get_thread_binding()
-            begins = final_state_gradient if problem.has_final_state_gradient and not problem.split else None
-            if begins is not None:
-                prefetch_first_state(walk, thread, begins, "float32")
             wait_for_the_kernel_before()
             let_the_next_kernel_come()
             swizzled = [tile for tile in (tiles.do, tiles.dw, tiles.s, tiles.Ab) if tile is not None]
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in swizzled})
+            walk = WarmWalk(
+                problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks, warm_chunks
+            )
+            thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
                 hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient)
@@ -488,7 +481,7 @@ def build(problem: Problem, config: Config):
             else:
                 T.set_max_nreg(LOADERS.registers, 0)
                 if thread < 416:
-                    load_keys(config, walk, tiles, q, k, begins)
+                    load_keys(config, walk, tiles, q, k)
                 elif thread < 448:
                     prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias, backwards=True)
                 elif thread < 480:

@@ -67,7 +67,6 @@ from .macros.register_roles import (
     item_of,
     load_keys,
     load_values,
-    prefetch_first_state,
     read_initial_state,
     shapes_are_covered,
     signal,
@@ -377,14 +376,11 @@ def build(problem: Problem, config: Config):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
-            walk = Walk(problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks)
-            thread = T.get_thread_binding()
-            begins = initial_state if problem.initial_state_dtype else None          # else at zero, or between segments
-            if begins is not None:
-                prefetch_first_state(walk, thread, begins, problem.initial_state_dtype)
             wait_for_the_kernel_before()
             let_the_next_kernel_come()
             T.annotate_layout({tiles.v: make_swizzled_layout(tiles.v), tiles.o: make_swizzled_layout(tiles.o)})
+            walk = Walk(problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks)
+            thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
                 hold_state(config, walk, tiles, thread, initial_state, final_state)
@@ -394,7 +390,7 @@ def build(problem: Problem, config: Config):
             else:
                 T.set_max_nreg(LOADERS.registers, 0)
                 if thread < 416:
-                    load_keys(config, walk, tiles, k, Ab, begins)
+                    load_keys(config, walk, tiles, k, Ab)
                 elif thread < 448:
                     prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias)
                 elif thread < 480:

@@ -173,8 +173,9 @@ class Walk:
 
 @macro
 def chunk_of(walk, step):
-    """(batch row, first token, tokens) of an item; tokens is at most 0 for a slot without a chunk. Of packed sequences it is asked an
-    item ahead: every role would wait for memory, and for a search for the sequence 4000 of 20000 cycles an item."""
+    """(batch row, first token, tokens) of an item; tokens is at most 0 for a slot without a chunk.
+
+    The warpgroups ask an item ahead and do not wait for memory. A search for the sequence took 4,000 of 20,000 cycles an item."""
     problem = walk.problem
     slot = walk.item(step)[0]
     row = T.alloc_var("int32")
@@ -554,7 +555,7 @@ def load_states(walk, tiles, states, state_gradients):
 
 @macro
 def finish_head(walk, tiles, lane, h, place, last_gamma, square, gradient, dg, dbeta):
-    # dg and dbeta of a head whose sums are complete; square is of beta of this lane's two tokens, negative where the state is reset
+    # dg and dbeta of a head whose sums are complete; square: beta^2 of this lane's two tokens, negative where the state is reset
     stage = h % SUM_STAGES
     head, row, start, valid = place[0], place[1], place[2], place[3]
     wait_full(tiles.barriers, "sums", SUM_STAGES, h)

@@ -13,7 +13,7 @@ from ..contract import Buffer, Rejection, Role
 from ..language import T, macro
 from .segments import locate_rank
 from .sequences import sequence_bounds
-from .states import prefetch_state, read_transposed_state, state_shape
+from .states import read_transposed_state, state_shape
 
 ROWS = 128                               # rows of the transposed state in an item, 64 for each state warpgroup
 HALF = 64                                # columns of one swizzled shared tile
@@ -151,18 +151,8 @@ def load_rows(tiles, name, stage, source, count, landed, tails):
 
 
 @macro
-def prefetch_first_state(walk, thread, source, dtype):
-    """That of a block's first sequence, by the first loading warp, which does the same for later ones (load_keys).
-
-    Before the kernel before has ended: what it writes is none of a caller's states, and L2 is the same for all."""
-    if thread // WARP == (STATE.threads + AUX.threads) // WARP:
-        rank, head, _part = walk.coordinates(0)
-        prefetch_state(walk.problem, source, dtype, rank, head)
-
-
-@macro
-def load_keys(config, walk, tiles, k, Ab, initial_state=None):
-    # K and Ab of every chunk, and into L2 the state that a sequence begins with, if it is given
+def load_keys(config, walk, tiles, k, Ab):
+    # K and Ab of every chunk
     problem, C = walk.problem, walk.problem.C
     i = T.alloc_var("int32")
     tails = T.alloc_var("int32")
@@ -171,9 +161,6 @@ def load_keys(config, walk, tiles, k, Ab, initial_state=None):
     for step in T.serial(walk.steps):
         item = item_of(walk, step)
         key_head = item.head // (problem.HV // problem.H)
-        if initial_state is not None:
-            if step > 0:
-                prefetch_state(problem, initial_state, problem.initial_state_dtype, item.n, item.head)
         for j in T.serial(walk.chunks(item)):
             start = item.first + j * C
             count = item.length - j * C

@@ -142,11 +142,6 @@ QLA_DEVICE void qla_store_transposed(const void* from, void* tile, int offset) {
                  ::"r"(qla_shared(tile, offset + 2048 * i)), "r"(v[4 * i]), "r"(v[4 * i + 1]), "r"(v[4 * i + 2]), "r"(v[4 * i + 3]));
 }
 
-// Into L2, by one lane of a warp: nothing waits for it, and who reads it later waits for L2 only.
-QLA_DEVICE void qla_prefetch(const void* from, int bytes) {
-  if ((threadIdx.x & 31) == 0)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
-}
 // What single warps do. Inclusive sums of 64 values, lane l holding those of l and l + 32; the total in x[2].
 QLA_DEVICE void qla_scan64(float* x) {
   int lane = threadIdx.x & 31;

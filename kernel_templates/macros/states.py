@@ -1,6 +1,5 @@
 """States between memory and registers. In memory they are [N, HV, K, V], or [N, HV, V, K] where the problem is state_v_first."""
 
-from ..contract import Buffer
 from ..language import T, macro
 
 
@@ -46,12 +45,6 @@ def read_transposed_state(problem, source, n, head, first_v, state):
             state[a, b] = T.cast(source[n, head, first_v + a, b], "float32")
         else:
             state[a, b] = T.cast(source[n, head, b, first_v + a], "float32")
-
-
-def prefetch_state(problem, source, dtype, n, head):
-    """All of a head's state into L2, by one warp: the loads of an accumulator's elements take 7,000 to 12,000 cycles from memory."""
-    size = Buffer("state", (problem.K, problem.V), dtype).bytes
-    T.evaluate(T.call_extern("handle", "qla_prefetch", T.address_of(source[n, head, 0, 0]), size))
 
 
 @macro

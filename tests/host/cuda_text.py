@@ -60,8 +60,6 @@ static inline unsigned bf16(float x) {   // to nearest, to even
   return std::isnan(x) ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
 static inline void cvt_rn_bf16x2_f32(unsigned& to, float high, float low) { to = bf16(high) << 16 | bf16(low); }
-static inline void cp_async_bulk_prefetch_L2_global(const void*, int) {}
-static inline const void* __cvta_generic_to_global(const void* p) { return p; }
 static inline void ex2_approx_ftz_f32(float& y, float x) { y = exp2f(x); }
 static inline void ld_shared_f32(float& x, unsigned at) { memcpy(&x, shared + at, 4); }
 static inline void ld_shared_v2_f32(float& x, float& y, unsigned at) { ld_shared_f32(x, at); ld_shared_f32(y, at + 4); }

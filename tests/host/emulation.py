@@ -507,12 +507,6 @@ def store_overlap(x: Pointer, y: Pointer, to: Pointer) -> None:
     to.store(np.arange(4), products.reshape(8, 4, 4 * 128).sum((0, 2)))
 
 
-def prefetch(source: Pointer, size: int) -> None:
-    """Nobody sees it. But it must lie within the tensor."""
-    first = np.ravel_multi_index(source.index, source.array.shape)
-    assert first + size // 4 <= source.array.values.size, f"{size} bytes from {source.index} of {source.array.shape}"
-
-
 HELPERS: dict[str, Callable[..., None]] = {
     "qla_add_products": add_products, "qla_add_scaled_rows": add_scaled_rows, "qla_decay_and_store": decay_and_store,
     "qla_keep_and_erase": keep_and_erase, "qla_load_columns": load_columns, "qla_load_first_columns": load_first_columns,
@@ -522,7 +516,7 @@ HELPERS: dict[str, Callable[..., None]] = {
     "qla_store_columns": store_columns, "qla_store_diagonal": store_diagonal, "qla_store_first_rows": store_first_rows,
     "qla_store_overlap": store_overlap, "qla_store_rows": store_rows, "qla_store_scaled": store_scaled,
     "qla_store_transposed": store_transposed, "qla_subtract_scaled": subtract_scaled, "qla_zero_first_rows": zero_first_rows,
-    "qla_zero_rows": zero_rows, "qla_prefetch": prefetch,
+    "qla_zero_rows": zero_rows,
 }  # fmt: skip
 
 

@@ -143,7 +143,6 @@ WARPGROUP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
 }  # fmt: skip
 WARP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
     "qla_zero_rows": lambda m: [m.tile(64, 128), 37],
-    "qla_prefetch": lambda m: [m.in_global(80, 2, 128).at(3, 1, 0), 512],
     "qla_store_first_rows": lambda m: [m.tile(), m.in_global(80, 2, 128).at(3, 1, 64), 256, 37],
     "qla_zero_first_rows": lambda m: [m.in_global(80, 2, 128).at(3, 1, 0), 256, 37],
 }

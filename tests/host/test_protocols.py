@@ -88,7 +88,8 @@ def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int
         agents,
         sizes=dict(B=1, tokens=tokens, slots=slots, bounds=N + 1, places=places),
         tensors=dict(
-            cu_seqlens=starts.__getitem__, chunk_tokens=lambda slot, which: listed[slot][which], segments_before=before.__getitem__, warm_chunks=lambda place, head: -1 if head else 1
+            cu_seqlens=starts.__getitem__, chunk_tokens=lambda slot, which: listed[slot][which],
+            segments_before=before.__getitem__, warm_chunks=lambda place, head: -1 if head else 1,
         ),
         scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, blocks=2),
         block=1,
