@@ -166,7 +166,7 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
 ]
 
 COMPILED = [
-    (gate_cumsum.TEMPLATE, gates()),
+    (gate_cumsum.TEMPLATE, gates(beta_floor=-40)),
     (l2norm.TEMPLATE, l2norm.Problem(128, "bfloat16")),
     (triangular_solve.TEMPLATE, solve(128)),
     (state_scan.TEMPLATE, scan(128, 128)),
