@@ -50,9 +50,9 @@ TRANSFER_BYTES = 2**30
 BACKWARD_CHUNK_SIZES = (64, 32)
 
 # The backward divides by beta, whose exponent is at least this: v_new is about beta large, and must not be a denormal number.
-# bf16 has the exponents of fp32, in which products with beta twice are 2^-80. There a token with beta = 0 writes 2^-40 of its v,
-# nothing that fp32 holds beside a state, so that the forward may have the floor too and both directions share chunk_inverse.
-BETA_FLOORS = {torch.bfloat16: -40, torch.float16: -14}
+# In bf16 a token with beta = 0 then writes 2^-24 of its v, half of what fp32 rounds away beside a state, so that the forward may
+# have the floor too and both directions share chunk_inverse.
+BETA_FLOORS = {torch.bfloat16: -24, torch.float16: -14}
 
 _NAMES = {
     torch.float16: "float16",

@@ -145,7 +145,7 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
     (l2norm_backward.TEMPLATE, l2norm_backward.Problem(96, "bfloat16"), SM90A),
     (
         gate_cumsum.TEMPLATE,
-        gates(gate_in_kernel=True, has_dt_bias=True, beta_sigmoid=True, negative_eigenvalues=True, beta_floor=-40),
+        gates(gate_in_kernel=True, has_dt_bias=True, beta_sigmoid=True, negative_eigenvalues=True, beta_floor=-24),
         SM90A,
     ),
     (triangular_solve.TEMPLATE, solve(128, C=16), SM90A),
@@ -166,7 +166,7 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
 ]
 
 COMPILED = [
-    (gate_cumsum.TEMPLATE, gates(beta_floor=-40)),
+    (gate_cumsum.TEMPLATE, gates(beta_floor=-24)),
     (l2norm.TEMPLATE, l2norm.Problem(128, "bfloat16")),
     (triangular_solve.TEMPLATE, solve(128)),
     (state_scan.TEMPLATE, scan(128, 128)),

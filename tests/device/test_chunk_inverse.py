@@ -34,7 +34,7 @@ BOUND_LONG_KEYS = 5.0e-3
 
 QWEN = Problem(
     H=2, HV=8, K=128, C=C, dtype="bfloat16", beta_dtype="float32", packed=True, index_dtype="int32", beta_sigmoid=False,
-    negative_eigenvalues=False, beta_floor=-40,
+    negative_eigenvalues=False, beta_floor=-24,
 )  # fmt: skip
 
 PROBLEMS = [

@@ -62,7 +62,7 @@ def kernels_of(case: Case) -> dict[str, tuple[Template, Any]]:
     packing = dict(packed=case.packed, index_dtype="int32")
     gates = dict(gate_dtype="float32", gate_in_kernel=False, has_dt_bias=False)
     keys = dict(H=case.H, HV=case.HV, K=K, C=C, dtype="bfloat16", **packing)
-    strengths = dict(beta_dtype="float32", beta_sigmoid=False, negative_eigenvalues=False, beta_floor=-40)
+    strengths = dict(beta_dtype="float32", beta_sigmoid=False, negative_eigenvalues=False, beta_floor=-24)
     states = dict(HV=case.HV, K=K, V=case.V, C=C, **packing, state_v_first=case.state_v_first)
     initial = dict(initial_state_dtype="float32" if case.initial_state else None)
     final = dict(has_final_state_gradient=case.initial_state)

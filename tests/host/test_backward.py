@@ -437,7 +437,7 @@ def test_every_strategy_has_its_scans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "floor"), [(torch.bfloat16, -40), (torch.float16, -14)], ids=["bfloat16", "float16"]
+    ("dtype", "floor"), [(torch.bfloat16, -24), (torch.float16, -14)], ids=["bfloat16", "float16"]
 )
 def test_beta_has_a_floor_above_the_denormal_numbers_of_its_products(dtype: torch.dtype, floor: int) -> None:
     requests = requests_of(call(dtype=dtype).facts)
