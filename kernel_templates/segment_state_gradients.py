@@ -20,7 +20,7 @@ from .macros.segments import first_place
 from .macros.sequences import sequence_bounds
 from .macros.states import read_transposed_state, state_block, state_shape
 
-THREADS = 128
+THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,16 @@ def build(problem: Problem, config: Config):
             for s in T.Pipelined(boundaries, num_stages=config.stages):
                 T.copy(transfers[last_place - s, head, V : V + K, 0:K], M)
                 T.copy(own_gradients[last_place - s, head, first_v : first_v + block_v, 0:K], own)
+                warm = T.alloc_var("int32")
+                warm = warm_chunks[last_place - s, head]
                 T.copy(gradient, gradient_tile)
-                T.gemm(gradient_tile, M, product, transpose_B=True, clear_accum=True)
+                T.clear(product)
+                for part in T.unroll(K // 32):
+                    columns = slice(32 * part, 32 * part + 32)
+                    T.gemm(gradient_tile[:, columns], M[:, columns], product, transpose_B=True)
                 for i, j in T.Parallel(block_v, K):
                     # Where M is not wanted nobody wrote it: chosen away, it may be NaN.
-                    wanted = s > 0 and warm_chunks[last_place - s, head] < 0
+                    wanted = s > 0 and warm < 0
                     gradient[i, j] = own[i, j] + T.if_then_else(wanted, product[i, j], 0.0)
                 T.copy(gradient, gradients[last_place - s - 1, head, first_v : first_v + block_v, 0:K])
 

@@ -16,7 +16,7 @@ from .macros.segments import first_place
 from .macros.sequences import sequence_bounds
 from .macros.states import read_transposed_state, state_block, state_shape
 
-THREADS = 128
+THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,15 @@ def build(problem: Problem, config: Config):
             for s in T.Pipelined(boundaries, num_stages=config.stages):
                 T.copy(transfers[place + s, head, V : V + K, 0:K], M)
                 T.copy(transfers[place + s, head, first_v : first_v + block_v, 0:K], N_tile)
+                wanted = T.alloc_var("int32")
+                wanted = warm_chunks[place + s, head]
                 T.copy(state, state_tile)
-                T.gemm(state_tile, M, product, clear_accum=True)
+                T.clear(product)
+                for part in T.unroll(K // 32):
+                    T.gemm(state_tile[:, 32 * part : 32 * part + 32], M[32 * part : 32 * part + 32, :], product)
                 for i, j in T.Parallel(block_v, K):
                     # Where M is not wanted nobody wrote it: chosen away, it may be NaN.
-                    state[i, j] = N_tile[i, j] + T.if_then_else(warm_chunks[place + s, head] < 0, product[i, j], 0.0)
+                    state[i, j] = N_tile[i, j] + T.if_then_else(wanted < 0, product[i, j], 0.0)
                 T.copy(state, states[place + s + 1, head, first_v : first_v + block_v, 0:K])
 
     return segment_states

@@ -14,20 +14,21 @@ QLA_DEVICE void qla_load_four(unsigned* to, const void* tile, int offset) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(qla_shared(tile, offset)));
 }
-// x = factor exp2(row - column) o x on and below the diagonal (below it only, if strict), 0 elsewhere and from row `valid` on;
-// into a swizzled 64 x 64 tile in bf16. What is not wanted is chosen away: it may be NaN.
+// x = factor exp2(row - column) o x below the diagonal, 0 elsewhere and from row `valid` on. It goes into a swizzled 64 x 64 tile
+// in bf16, there with its diagonal unless strict. What is not wanted is chosen away: it may be NaN.
 QLA_DEVICE void qla_score_gradient(float* x, void* tile, int offset, const float* row, const float* column, float factor,
                                    int strict, int valid) {
   int lane = threadIdx.x & 31, upper = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2), first = 2 * (lane & 3);
   QLA_UNROLL for (int i = 0; i < 4; ++i) {
-    float* v = x + 8 * i;
+    float *v = x + 8 * i, stored[8];
     QLA_UNROLL for (int e = 0; e < 8; ++e) {
       int a = upper + 8 * ((e >> 1) & 1), b = 16 * i + first + (e & 1) + 8 * (e >> 2);
       float y = v[e] * factor * qla_exp2(row[(e >> 1) & 1] - column[4 * i + 2 * (e >> 2) + (e & 1)]);
-      v[e] = a >= b + strict && a < valid ? y : 0.0f;
+      stored[e] = a >= b + strict && a < valid ? y : 0.0f;
+      v[e] = a == b ? 0.0f : stored[e];
     }
-    qla_store_matrix(tile, offset ^ (i << 5), qla_pack(v[0], v[1]), qla_pack(v[2], v[3]), qla_pack(v[4], v[5]),
-                     qla_pack(v[6], v[7]));
+    qla_store_matrix(tile, offset ^ (i << 5), qla_pack(stored[0], stored[1]), qla_pack(stored[2], stored[3]),
+                     qla_pack(stored[4], stored[5]), qla_pack(stored[6], stored[7]));
   }
 }
 // The diagonal of a 64 x 64 accumulator.
@@ -38,13 +39,11 @@ QLA_DEVICE void qla_store_diagonal(const float* x, float* to) {
     if (i == warp && a == b) qla_store_one(to + 16 * i + a, x[8 * i + e]);
   }
 }
-// The sums of x o y by row and by column, for this thread's two rows and 16 columns. Without the diagonal, which adds the same
-// to both: where gates are closed it is all that there is.
+// The sums of x o y by row and by column, for this thread's two rows and 16 columns. x has no diagonal: that would add the same
+// to both, and where gates are closed it is all that there is.
 QLA_DEVICE void qla_add_products(const float* x, const float* y, float* rows, float* columns) {
-  int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   QLA_UNROLL for (int i = 0; i < 4; ++i) QLA_UNROLL for (int e = 0; e < 8; ++e) {
-    int a = (lane >> 2) + 8 * ((e >> 1) & 1), b = 2 * (lane & 3) + (e & 1) + 8 * (e >> 2);
-    float z = i == warp && a == b ? 0.0f : x[8 * i + e] * y[8 * i + e];
+    float z = x[8 * i + e] * y[8 * i + e];
     rows[(e >> 1) & 1] += z;
     columns[4 * i + 2 * (e >> 2) + (e & 1)] += z;
   }
@@ -57,13 +56,19 @@ QLA_DEVICE void qla_store_rows(float* rows, float* to) {
     if ((lane & 3) == 0) qla_store_one(to + upper + 8 * h, rows[h]);
   }
 }
-// One row of `to` for each of the four warps.
-QLA_DEVICE void qla_store_columns(float* columns, float* to) {
+// One row of `to` for each of the four warps. A lane keeps half of its columns at each step and gives the others away.
+QLA_DEVICE void qla_store_columns(const float* columns, float* to) {
   int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-  QLA_UNROLL for (int c = 0; c < 16; ++c) {
-    QLA_UNROLL for (int step = 4; step < 32; step *= 2) columns[c] += __shfl_xor_sync(~0u, columns[c], step);
-    if (lane < 4) qla_store_one(to + 64 * warp + 8 * (c >> 1) + 2 * lane + (c & 1), columns[c]);
+  float x[16];
+  QLA_UNROLL for (int c = 0; c < 16; ++c) x[c] = columns[c];
+  QLA_UNROLL for (int half = 8; half > 1; half /= 2) {
+    bool upper = lane & 2 * half;
+    QLA_UNROLL for (int c = 0; c < half; ++c) {
+      float kept = upper ? x[c + half] : x[c], given = upper ? x[c] : x[c + half];
+      x[c] = kept + __shfl_xor_sync(~0u, given, 2 * half);
+    }
   }
+  QLA_UNROLL for (int e = 0; e < 2; ++e) qla_store_one(to + 64 * warp + 2 * lane + e, x[e]);
 }
 // total += factor(row) x for 64 columns, and rows += what was added times a swizzled tile of the same shape.
 QLA_DEVICE void qla_add_scaled_rows(const float* x, float* total, const void* tile, int offset, float upper, float lower,
@@ -82,11 +87,11 @@ QLA_DEVICE void qla_add_scaled_rows(const float* x, float* total, const void* ti
   }
 }
 // The sum of x o y over two tiles of 128 x 128 in bf16 that are swizzled alike; one number for each warp of the warpgroup. Four
-// loads at once and four sums: one after the other they took 3400 cycles, more than the products of a head.
+// loads at once and four sums hide latency. A loop: the instructions of three roles are more than their cache holds.
 QLA_DEVICE void qla_store_overlap(const void* x, const void* y, float* to) {
   int thread = threadIdx.x & 127;
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  QLA_UNROLL for (int i = 0; i < 16; i += 2) {
+  _Pragma("unroll 1") for (int i = 0; i < 16; i += 2) {
     unsigned a[2][4], b[2][4];
     QLA_UNROLL for (int e = 0; e < 2; ++e) {
       qla_load_four(a[e], x, 16 * thread + 2048 * (i + e));

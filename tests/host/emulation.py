@@ -464,8 +464,9 @@ def score_gradient(
     values = accumulator(x)
     scaled = values * np.float32(factor) * np.exp2(by_row(*row.registers(2).T) - by_column(column.registers(16)))
     wanted = (COLUMN_OF + strict <= ROW_OF) & (valid > ROW_OF)
-    values[:] = np.where(wanted, scaled, 0)
-    store_tile(tile, offset, values)
+    stored = np.where(wanted, scaled, 0)
+    store_tile(tile, offset, stored)
+    values[:] = np.where(ROW_OF == COLUMN_OF, 0, stored)
 
 
 def store_diagonal(x: Pointer, to: Pointer) -> None:
@@ -474,7 +475,7 @@ def store_diagonal(x: Pointer, to: Pointer) -> None:
 
 
 def add_products(x: Pointer, y: Pointer, rows: Pointer, columns: Pointer) -> None:
-    products = np.where(ROW_OF == COLUMN_OF, 0, accumulator(x) * accumulator(y))
+    products = accumulator(x) * accumulator(y)
     rows.registers(2)[:] += products.sum((1, 2, 4))
     columns.registers(16)[:] += products.sum(3).reshape(-1, 16)
 
@@ -488,7 +489,6 @@ def store_rows(rows: Pointer, to: Pointer) -> None:
 def store_columns(columns: Pointer, to: Pointer) -> None:
     own = columns.registers(16).reshape(4, 8, 4, 16)                             # [warp, lanes, lane, column]
     sums = own.sum(1)
-    own[:] = sums[:, None]
     to.store(64 * np.arange(4)[:, None, None] + 2 * np.arange(4)[:, None] + COLUMN_PAIRS, sums)
 
 
