@@ -191,12 +191,15 @@ def chunk_of(walk, step):
 
 
 @macro
-def store_gradient(walk, row, start, valid, key_head, total, gradient):
-    # the sequence's own rows
+def store_gradient(walk, row, start, valid, key_head, total, registers, gradient):
+    # the sequence's own rows; as a loop over elements it is 450 instructions
     problem = walk.problem
-    for a, b in T.Parallel(problem.C, DIM):
-        if a < valid:
-            gradient[row, start + a, key_head, b] = T.cast(total[a, b], problem.dtype)
+    to_registers(64, DIM, total, registers)
+    for half in T.unroll(2):
+        T.call_extern(
+            "handle", "qla_store_accumulator", T.address_of(registers[half * 32]),
+            T.address_of(gradient[row, start, key_head, half * HALF]), T.int64(problem.H * problem.K), valid,
+        )  # fmt: skip
 
 
 @macro
@@ -406,7 +409,7 @@ def query_gradients(config, walk, tiles, thread, dq):
                 h = h + 1
             free_keys(config, barriers, t)
             t = t + 1
-            store_gradient(walk, row, start, valid, key_head, total, dq)
+            store_gradient(walk, row, start, valid, key_head, total, total_registers, dq)
         zero_rest(walk, start, valid, key_head, dq)
         row = next_row
         start = next_start
@@ -483,7 +486,7 @@ def key_gradients(config, walk, tiles, thread, dk):
                 h = h + 1
             free_keys(config, barriers, t)
             t = t + 1
-            store_gradient(walk, row, start, valid, key_head, total, dk)
+            store_gradient(walk, row, start, valid, key_head, total, total_registers, dk)
         zero_rest(walk, start, valid, key_head, dk)
         row = next_row
         start = next_start

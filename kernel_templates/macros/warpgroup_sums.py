@@ -25,7 +25,7 @@ QLA_DEVICE void qla_score_gradient(float* x, void* tile, int offset, const float
       int a = upper + 8 * ((e >> 1) & 1), b = 16 * i + first + (e & 1) + 8 * (e >> 2);
       float y = v[e] * factor * qla_exp2(row[(e >> 1) & 1] - column[4 * i + 2 * (e >> 2) + (e & 1)]);
       stored[e] = a >= b + strict && a < valid ? y : 0.0f;
-      v[e] = a == b ? 0.0f : stored[e];
+      v[e] = !strict && a == b ? 0.0f : stored[e];
     }
     qla_store_matrix(tile, offset ^ (i << 5), qla_pack(stored[0], stored[1]), qla_pack(stored[2], stored[3]),
                      qla_pack(stored[4], stored[5]), qla_pack(stored[6], stored[7]));
@@ -73,18 +73,29 @@ QLA_DEVICE void qla_store_columns(const float* columns, float* to) {
 // total += factor(row) x for 64 columns, and rows += what was added times a swizzled tile of the same shape.
 QLA_DEVICE void qla_add_scaled_rows(const float* x, float* total, const void* tile, int offset, float upper, float lower,
                                     float* rows) {
+  float sums[2] = {0.0f, 0.0f};
   QLA_UNROLL for (int i = 0; i < 4; ++i) {
     unsigned pairs[4];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3]) : "r"(qla_shared(tile, offset ^ (i << 5))));
     QLA_UNROLL for (int p = 0; p < 4; ++p) {
       const float* v = x + 8 * i + 2 * p;
-      float f = p & 1 ? lower : upper, low = f * v[0], high = f * v[1];
-      total[8 * i + 2 * p] += low;
-      total[8 * i + 2 * p + 1] += high;
-      rows[p & 1] += low * __uint_as_float(pairs[p] << 16) + high * __uint_as_float(pairs[p] & 0xffff0000u);
+      float f = p & 1 ? lower : upper;
+      total[8 * i + 2 * p] += f * v[0];
+      total[8 * i + 2 * p + 1] += f * v[1];
+      sums[p & 1] += v[0] * __uint_as_float(pairs[p] << 16);
+      sums[p & 1] += v[1] * __uint_as_float(pairs[p] & 0xffff0000u);
     }
   }
+  rows[0] += upper * sums[0];
+  rows[1] += lower * sums[1];
+}
+// The first `rows` rows of a 64 x 64 accumulator in bf16 to memory, where they are `stride` elements apart.
+QLA_DEVICE void qla_store_accumulator(const float* x, void* global, long long stride, int rows) {
+  int lane = threadIdx.x & 31, upper = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2);
+  unsigned* to = (unsigned*)((char*)global + 2 * (upper * stride + 2 * (lane & 3)));
+  QLA_UNROLL for (int h = 0; h < 2; ++h) QLA_UNROLL for (int i = 0; i < 8; ++i)
+    if (upper + 8 * h < rows) to[4 * h * stride + 4 * i] = qla_pack(x[4 * i + 2 * h], x[4 * i + 2 * h + 1]);
 }
 // The sum of x o y over two tiles of 128 x 128 in bf16 that are swizzled alike; one number for each warp of the warpgroup. Four
 // loads at once and four sums hide latency. A loop: the instructions of three roles are more than their cache holds.

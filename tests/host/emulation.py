@@ -430,6 +430,12 @@ def store_first_rows(tile: Pointer, target: Pointer, stride: int, rows: int) -> 
         target.store(row * stride + np.arange(64), tile.array.values[stage, row, :64])
 
 
+def store_accumulator(x: Pointer, target: Pointer, stride: int, rows: int) -> None:
+    wanted = np.broadcast_to(rows > ROW_OF, (WARPGROUP, 4, 2, 2, 2))
+    at = np.broadcast_to(stride * ROW_OF + COLUMN_OF, wanted.shape)
+    target.store(at[wanted], accumulator(x)[wanted])
+
+
 def zero_first_rows(target: Pointer, stride: int, rows: int) -> None:
     target.store(stride * np.arange(rows)[:, None] + np.arange(128), 0.0)
 
@@ -516,7 +522,7 @@ HELPERS: dict[str, Callable[..., None]] = {
     "qla_store_columns": store_columns, "qla_store_diagonal": store_diagonal, "qla_store_first_rows": store_first_rows,
     "qla_store_overlap": store_overlap, "qla_store_rows": store_rows, "qla_store_scaled": store_scaled,
     "qla_store_transposed": store_transposed, "qla_subtract_scaled": subtract_scaled, "qla_zero_first_rows": zero_first_rows,
-    "qla_zero_rows": zero_rows,
+    "qla_zero_rows": zero_rows, "qla_store_accumulator": store_accumulator,
 }  # fmt: skip
 
 

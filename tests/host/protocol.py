@@ -36,6 +36,7 @@ HELPERS = {
     "qla_load_transposed": "r", "qla_lower_triangle": "", "qla_scale_column_pairs": "r", "qla_scale_columns": "r",
     "qla_scale_rows_and_store": "w", "qla_scan64": "", "qla_mark_resets": "",
     "qla_score_gradient": "w", "qla_store_columns": "w",
+    "qla_store_accumulator": "",
     "qla_store_diagonal": "w", "qla_store_first_rows": "r", "qla_store_overlap": "rrw", "qla_store_rows": "w",
     "qla_store_scaled": "w", "qla_store_transposed": "w", "qla_subtract_scaled": "r", "qla_zero_first_rows": "",
     "qla_zero_rows": "w", "qla_add_products": "",

@@ -139,6 +139,7 @@ WARPGROUP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
     "qla_add_scaled_rows": lambda m: [
         m.registers(64).at(32), m.registers(64).at(32), m.tile(64, 128).at(0, 0, 64), OFFSET, ROW / 64, ROW / 32, m.registers(2)
     ],
+    "qla_store_accumulator": lambda m: [m.registers(64).at(32), m.in_global(80, 2, 128).at(3, 1, 64), 256, 37],
     "qla_store_overlap": lambda m: [m.tile(128, 128), m.tile(128, 128), m.floats(10, 64).at(9, 0)],
 }  # fmt: skip
 WARP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
