@@ -77,9 +77,9 @@ def __getattr__(name: str) -> Any:
 
         value: Any = version("qla_jit")
     elif name in __all__:
-        from importlib import import_module
+        from .imports import imported
 
-        value = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+        value = getattr(imported(_MODULES.get(name, "errors")), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from ..imports import imported
 from ..kernel_templates.macros.sequences import slot_count
 from ..once import first_time
 from . import fallback
@@ -248,8 +249,7 @@ def chunk_gated_delta_rule_bwd(
         check_tensor("Ab", Ab, shape, "[slots, HV, C, C]", "as in ForwardResult", (facts.dtype,), facts.device)
 
     if inputs.q.is_cuda:
-        from . import backward
-
+        backward = imported("ops.backward")
         if inputs.B * inputs.T == 0 or backward.kernels_for(inputs) is not None:
             return backward.backward(inputs, do, dht, Kept(Ab))
         _warn_slow_gradients()
@@ -259,8 +259,7 @@ def chunk_gated_delta_rule_bwd(
 def _differentiable_forward(inputs: CallInputs) -> ForwardResult:
     """The call where autograd will ask for gradients. Both directions go the same way, which is decided here."""
     if inputs.q.is_cuda:
-        from . import autograd
-
+        autograd = imported("ops.autograd")
         if autograd.covers(inputs):
             return autograd.differentiable_forward(inputs)
         _warn_slow_gradients()
@@ -270,9 +269,7 @@ def _differentiable_forward(inputs: CallInputs) -> ForwardResult:
 def _forward(inputs: CallInputs) -> ForwardResult:
     """The call without gradients."""
     if inputs.q.is_cuda:
-        from .pipeline import forward  # not at the top: a CPU user needs no kernel machinery
-
-        return forward(inputs)
+        return imported("ops.pipeline").forward(inputs)          # not at the top: a CPU user needs no kernel machinery
     return fallback.forward(inputs)
 
 
