@@ -48,7 +48,7 @@ def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured
     inputs = rotated_inputs(row, device="cuda", bytes_at_least=2 * cache_bytes)
     cotangents = [make_cotangents(x, seed=seed) for seed, x in enumerate(inputs)]
     exact = float64_gradients(inputs[0], cotangents[0])
-    graphs, steps, measured = {}, {}, {}
+    graphs, prepared, measured = {}, {}, {}
     for system in systems:
         budget.require()
         try:
@@ -61,11 +61,12 @@ def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured
             if system.name == "qla_jit":
                 measured[system.name]["strategy"] = strategy_of(inputs[0], gpu_info(inputs[0].q.device), backward=True)
             graphs[system.name] = graph_of([call.gradients for call in calls])
-            steps[system.name] = calls[0].step
+            prepared[system.name] = calls        # a graph knows addresses: what its calls were given must stay
         except Exception as error:       # a benchmark reports what a library answers and goes on with the next one
             measured[system.name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
             torch.cuda.synchronize()     # raises where the GPU itself is in an error state: nothing after it would be true
     del exact
+    steps = {name: calls[0].step for name, calls in prepared.items()}
     for key, times in (("ms", interleaved_ms(graphs)), ("step_ms", alternating_ms(steps))) if graphs else ():
         for name, ms in times.items():
             measured[name][key] = round(ms, 5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from test_benchmarks import FakeClock, script
@@ -50,6 +52,25 @@ def test_each_gradient_is_held_against_float64_and_a_system_that_cannot_is_recor
     assert all(1e-8 < error < 3e-3 for error in errors.values()), errors         # bf16 gradients of a float32 reference
     assert errors["dg"] < 1e-5
     assert found["qla_jit"] == {"strategy": "registers", "peak_bytes": 1000, "ms": 0.25, "step_ms": 6}
+
+
+def test_what_a_graph_reads_stays_while_it_is_timed(on_the_cpu, monkeypatch):
+    """The inverses that a forward kept belong to nobody else; a graph would read memory that is gone."""
+    kept = {}
+
+    def prepare(x, y):
+        ours, inverses = training.TRAINING_SYSTEMS[0].prepare(x, y), torch.ones(1)
+        kept[len(kept)] = weakref.ref(inverses)
+        return training.Calls(lambda: (ours.gradients(), inverses)[0], ours.step)
+
+    def timed(graphs):
+        assert list(graphs) == ["a", "b"]
+        assert all(inverses() is not None for inverses in kept.values())
+        return dict.fromkeys(graphs, 0.25)
+
+    monkeypatch.setattr(backward, "interleaved_ms", timed)
+    backward.measure_row(ROW, [systems.System(name, "torch", "torch", prepare) for name in "ab"], timing.Budget(None))
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3], ids=lambda heads: f"{heads}-heads-at-a-time")
