@@ -21,3 +21,13 @@ def imported(name: str) -> Any:
         return import_module(f"qla_jit.{name}")
     finally:
         gc.enable()
+
+
+class Later:
+    """A module of this package, imported when something of it is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(imported(self._name), attribute)

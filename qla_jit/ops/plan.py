@@ -11,29 +11,32 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from ..imports import Later
 from ..kernel_templates import (
-    chunk_gradients,
     chunk_inverse,
     chunk_output,
     gate_cumsum,
     l2norm,
-    l2norm_backward,
-    register_gradient_scan,
     register_state_forward,
-    register_state_scan,
     segment_plan,
     segment_scan,
-    segment_state_gradients,
     segment_states,
-    state_gradient_scan,
     state_scan,
     triangular_solve,
-    warpgroup_gradients,
 )
 from ..kernel_templates.arch import Arch
 from ..kernel_templates.contract import Rejection, Template
 from .inputs import CallFacts
 from .splits import SEGMENTS, best_backward_split, best_split
+
+# Those that a forward alone has no use for: a fifth of what its first call would import.
+chunk_gradients = Later("kernel_templates.chunk_gradients")
+l2norm_backward = Later("kernel_templates.l2norm_backward")
+register_gradient_scan = Later("kernel_templates.register_gradient_scan")
+register_state_scan = Later("kernel_templates.register_state_scan")
+segment_state_gradients = Later("kernel_templates.segment_state_gradients")
+state_gradient_scan = Later("kernel_templates.state_gradient_scan")
+warpgroup_gradients = Later("kernel_templates.warpgroup_gradients")
 
 # The operations that strategies compute, as their tuned records are named.
 OPS = FORWARD, BACKWARD = "gdn_forward", "gdn_backward"
