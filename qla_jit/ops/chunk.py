@@ -207,7 +207,8 @@ def chunk_gated_delta_rule_bwd(
         q, k, v, g, beta, scale, initial_state and the flags: as given to the forward. g is the gate itself, where FLA and
             FlashQLA take its cumulated sum; q, k, g and beta are those before l2norm, gate and sigmoid.
         A, g_sum: accepted for compatibility, and not read: they are computed anew.
-        Ab: ForwardResult.Ab of the same call. None, or from another chunk size than the backward takes: computed anew.
+        Ab: ForwardResult.Ab of the same call. None, or from another chunk size than the backward takes: computed anew. Keep it
+            as long as a CUDA graph that was captured with it.
         do: [B, T, HV, V], gradient of o.
         dht: gradient of the final state, in its shape; None means zeros.
 
