@@ -49,7 +49,7 @@ CHUNKS = dict(C=64, dtype="bfloat16", packed=True, index_dtype="int32")
 # chunk_gradients has seven accumulators: it spills between its products.
 SPILL_BOUND = {
     "triangular_solve": 256,
-    "register_state_forward": 256,
+    "register_state_forward": 288,       # the single warps, which have 24 registers, look for segments by rank
     "segment_scan": 64,
     "register_state_scan": 128,
     "register_gradient_scan": 256,

@@ -39,5 +39,7 @@ def test_two_stages_of_everything_do_not_fit() -> None:
 def test_no_product_is_serialised_and_spills_are_few(tmp_path: Path) -> None:
     (ptxas,) = ptxas_reports([(TEMPLATE, QWEN, None)], tmp_path)
     for function in ptxas["functions"].values():
-        assert function["spill_store_bytes"] <= 128      # of the single warps, which have 24 registers
+        # 240 since it asks for the next chunk ahead: 108 of the single warps, which have 24 registers, 92 of the keys. On an H200
+        # the backward of 2,8 was 1.09 times as fast as with 96 for all.
+        assert function["spill_store_bytes"] <= 256
     assert not serialised(ptxas)
