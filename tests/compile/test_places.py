@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from qla_jit.kernel_templates.language import T
+from qla_jit.kernel_templates.language import T, macro
 from qla_jit.kernel_templates.macros.segments import count_segments, locate_rank, locate_segment, place_count
 from qla_jit.kernel_templates.macros.sequences import locate_chunk, slot_count
 
@@ -15,6 +15,12 @@ C = 64
 LENGTHS = ((2500, 64, 1, 0, 447, 1100), (0, 0, 5), (1,), (0,), (4096, 4096), (64, 63, 65, 0, 129), (300,) * 7)
 EQUAL = ((2500, 2500), (1,), (64,) * 3, (129,) * 5)
 NOT_WRITTEN = -99
+
+
+@macro
+def write(target, row, found):
+    for i in tuple(range(len(found))):
+        target[row, i] = found[i]
 
 
 @functools.cache
@@ -35,33 +41,13 @@ def compiled(packed: bool) -> Callable[..., None]:
         L: T.int32,
     ):
         for slot in T.serial(slots):
-            n, start, valid = locate_chunk(packed, cu_seqlens, N, tokens, slot, C)
-            of_slots[slot, 0] = n
-            of_slots[slot, 1] = start
-            of_slots[slot, 2] = valid
+            write(of_slots, slot, locate_chunk(packed, cu_seqlens, N, tokens, slot, C))
         for place in T.serial(places):
-            n, row, first, length, slot, segment, last = locate_segment(packed, cu_seqlens, N, tokens, place, C, L)
-            of_places[place, 0] = n
-            of_places[place, 1] = row
-            of_places[place, 2] = first
-            of_places[place, 3] = length
-            of_places[place, 4] = slot
-            of_places[place, 5] = segment
-            of_places[place, 6] = last
+            write(of_places, place, locate_segment(packed, cu_seqlens, N, tokens, place, C, L))
         for n in T.serial(N + 1):
             segments_before[n] = count_segments(packed, cu_seqlens, tokens, n, C, L)
         for rank in T.serial(segments_before[N]):
-            place, n, row, first, length, slot, segment, last = locate_rank(
-                packed, cu_seqlens, segments_before, N, tokens, rank, C, L
-            )
-            of_ranks[rank, 0] = place
-            of_ranks[rank, 1] = n
-            of_ranks[rank, 2] = row
-            of_ranks[rank, 3] = first
-            of_ranks[rank, 4] = length
-            of_ranks[rank, 5] = slot
-            of_ranks[rank, 6] = segment
-            of_ranks[rank, 7] = last
+            write(of_ranks, rank, locate_rank(packed, cu_seqlens, segments_before, N, tokens, rank, C, L))
 
     return tilelang.compile(where, target="c")
 
