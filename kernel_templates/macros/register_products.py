@@ -72,20 +72,20 @@ def token_stride(problem):
 
 
 @macro
-def store_rows(tiles, name, half, walk, item, j, target):
-    # what a warpgroup has left in its tile for chunk j of an item, to memory; of a ragged chunk only the sequence's own rows
-    tile, barriers, C = getattr(tiles, name), tiles.barriers, walk.problem.C
+def start_rows_store(tile, half, walk, item, j, target):
+    # what a warpgroup has left in its tile for chunk j of an item, to memory: a copy in flight. Of a ragged chunk only the
+    # sequence's own rows, at once.
+    C = walk.problem.C
     T.fence_proxy_async()                # on the reader's side of the barrier: the writers would wait for it
     start = item.first + j * C
     column = item.part * ROWS + half * HALF
     if item.length - j * C >= C:
-        T.copy(tile[half, :, :], target[item.row, start : start + C, item.head, column : column + HALF])
+        T.tma_copy(tile[half, :, :], target[item.row, start : start + C, item.head, column : column + HALF])
     else:
         T.call_extern(
             "handle", "qla_store_first_rows", T.access_ptr(tile[half, 0, 0], "r", 1),
             T.address_of(target[item.row, start, item.head, column]), T.int64(token_stride(walk.problem)), item.length - j * C,
         )  # fmt: skip
-    T.barrier_arrive(barriers[name + "_free"][half])
 
 
 @macro

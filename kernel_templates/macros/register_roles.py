@@ -36,7 +36,7 @@ def allocate(buffers: Sequence[Buffer], barrier_counts: Mapping[str, tuple[int, 
     """The shared tiles by name, every one with a leading axis of stages, and the barriers by name: (arrivals, stages)."""
     tiles, barriers = {}, {}
     for buffer in buffers:
-        scope = "shared" if buffer.dtype == "float32" else "shared.dyn"
+        scope = "shared" if buffer.dtype in ("float32", "int32") else "shared.dyn"
         tiles[buffer.name] = T.alloc_shared((buffer.stages, *buffer.shape), buffer.dtype, scope=scope)
     for name, (arrivals, stages) in barrier_counts.items():
         barriers[name] = T.alloc_barrier(arrive_count=[arrivals] * stages)

@@ -22,16 +22,14 @@ from ..tuning_records import Hardware
 from . import plan
 from .gate_gradients import beta_gradient, gate_gradients
 from .inputs import CallFacts, CallInputs
-from .kept import Kept
+from .kept import FromForward
 from .operands import (
-    Segments,
     aligned,
     chunk_inverses,
-    planned_segments,
     prepared_keys,
     scanned_chunks,
+    segment_length,
     segment_states,
-    segment_transfers,
     slots_of,
     states_of_segments,
     summed_gates,
@@ -39,7 +37,7 @@ from .operands import (
     with_float_parameters,
 )
 from .plan import Extents
-from .results import Gradients
+from .results import Gradients, Segments, SegmentStates
 
 WHOLE_SEQUENCES = 0                      # chunks per segment, to kernels that are built without segments
 
@@ -48,13 +46,15 @@ Launch = dict[str, Callable[..., None]]  # the entry points of the kernels by st
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How the gradients of a call are computed, and the entry points of the kernels by step."""
+    """How the gradients of a call are computed, and the entry points of the kernels by step, once they are loaded."""
 
     dispatch: select.Dispatch
-    launch: Launch
+    launch: Launch = dataclasses.field(default_factory=dict)
 
 
-_ready: dict[tuple[CallFacts, select.Override, Extents], Kernels | None] = {}
+_Key = tuple[CallFacts, select.Override, Extents]
+
+_ready: dict[_Key, Kernels | None] = {}
 
 
 def kernels_for(inputs: CallInputs, together_with: Callable[[], Sequence[CompileRequest]] = list) -> Kernels | None:
@@ -62,9 +62,33 @@ def kernels_for(inputs: CallInputs, together_with: Callable[[], Sequence[Compile
 
     A dictionary hit from the second call of about the same size on. With facts.output_final_state the final state has a gradient.
     """
+    key, chosen = _choice_for(inputs)
+    if chosen is None or chosen.launch:
+        return chosen
+    facts, dispatch = inputs.facts, chosen.dispatch
+    gpu = gpu_info(facts.device)
+    needed = list(dispatch.requests.values())
+    if dispatch.source == "default" and settings().mode != "require":        # as in pipeline.choice_for()
+        needed += select.requests_for_any_size(facts, gpu.arch, op=plan.BACKWARD)
+    needed = list(dict.fromkeys([*needed, *together_with()]))
+    with told_on_a_miss(lambda: build_command_of_call(facts, gpu, backward=True)):
+        loaded = dict(zip(needed, kernel_cache.get(needed), strict=True))
+    launch = {step: loaded[request].launch for step, request in dispatch.requests.items()}
+    _ready[key] = dataclasses.replace(chosen, launch=launch)
+    return _ready[key]
+
+
+def split_to_share(inputs: CallInputs) -> int | None:
+    """Chunks per segment with which a forward, if it splits, finds out about segments what the gradients of the call need to
+    know too; None: nothing to share. The gradients decide, which are most of a step. Compiles nothing."""
+    _, chosen = _choice_for(inputs)
+    return None if chosen is None else chosen.dispatch.split
+
+
+def _choice_for(inputs: CallInputs) -> tuple[_Key, Kernels | None]:
+    """How the gradients of a call are computed, its kernels not loaded at its first time."""
     facts, extents = inputs.facts, select.bucket(select.extents_of(inputs, plan.chunk_of_sizes(plan.BACKWARD, inputs.facts)))
-    override = select.override_in_force()
-    key = (facts, override, extents)
+    key = (facts, select.override_in_force(), extents)
     if key not in _ready:
         gpu = gpu_info(facts.device)
         try:
@@ -72,33 +96,28 @@ def kernels_for(inputs: CallInputs, together_with: Callable[[], Sequence[Compile
         except UnsupportedError:
             _ready[key] = None
         else:
-            needed = list(dispatch.requests.values())
-            if dispatch.source == "default" and settings().mode != "require":                # as in pipeline.choice_for()
-                needed += select.requests_for_any_size(facts, gpu.arch, op=plan.BACKWARD)
-            needed = list(dict.fromkeys([*needed, *together_with()]))
-            with told_on_a_miss(lambda: build_command_of_call(facts, gpu, backward=True)):
-                loaded = dict(zip(needed, kernel_cache.get(needed), strict=True))
-            launch = {step: loaded[request].launch for step, request in dispatch.requests.items()}
-            _ready[key] = Kernels(dispatch, launch)
-    return _ready[key]
+            _ready[key] = Kernels(dispatch)
+    return key, _ready[key]
 
 
-def resolved() -> dict[tuple[CallFacts, select.Override, Extents], Kernels | None]:
+def resolved() -> dict[_Key, Kernels | None]:
     """What gradients have been given so far, by the calls and their rounded sizes; None where they come from the reference."""
-    return dict(_ready)
+    return {key: kernels for key, kernels in _ready.items() if kernels is None or kernels.launch}
 
 
-def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, Ab: Kept | None = None) -> Gradients:
+def backward(
+    inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, kept: FromForward | None = None
+) -> Gradients:
     """The gradients of a call that kernels_for() covers. Launches on the current stream, no sync.
 
-    do: [B, T, HV, V]. dht: gradient of the final state, given exactly if facts.output_final_state. Ab: ForwardResult.Ab of the
-    same call, which is taken and let go of as soon as it is not needed any more; computed here where there is none.
+    do: [B, T, HV, V]. dht: gradient of the final state, given exactly if facts.output_final_state. kept: of the forward of the
+    same call; it is taken and let go of as soon as it is not needed any more. What there is not is computed here.
     """
-    Ab = Kept() if Ab is None else Ab
+    kept = FromForward() if kept is None else kept
     facts = inputs.facts
     if facts.device.index != torch.cuda.current_device():
         with torch.cuda.device(facts.device):
-            return backward(inputs, do, dht, Ab)
+            return backward(inputs, do, dht, kept)
     if inputs.B * inputs.T == 0:
         return _no_tokens(inputs, dht)
     kernels = kernels_for(inputs)
@@ -110,7 +129,7 @@ def backward(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, Ab:
         do, inputs = -do, dataclasses.replace(inputs, scale=-inputs.scale)
     dht = None if dht is None else aligned(dht.float().contiguous())
 
-    seen = _of_what_kernels_see(kernels, inputs, do, dht, Ab)
+    seen = _of_what_kernels_see(kernels, inputs, do, dht, kept)
     dq, dk = _through_l2norm(launch, inputs, seen.dq, seen.dk) if facts.use_qk_l2norm_in_kernel else (seen.dq, seen.dk)
     gate = gate_gradients(inputs, seen.dg, resets_have_none="warpgroup_gradients" in launch)
     return Gradients(
@@ -137,7 +156,7 @@ class GradientsSeen(NamedTuple):
 
 
 def _of_what_kernels_see(
-    kernels: Kernels, inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, kept: Kept
+    kernels: Kernels, inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, kept: FromForward
 ) -> GradientsSeen:
     """All that is made on the way is gone when this returns."""
     launch, facts = kernels.launch, inputs.facts
@@ -182,9 +201,10 @@ def _chunked(
     v: torch.Tensor,
     do: torch.Tensor,
     dht: torch.Tensor | None,
-    kept: Kept,
+    kept: FromForward,
 ) -> ScannedGradients:
-    kept.take()                          # inverses without gates: of no use here
+    kept.Ab.take()                       # inverses without gates: of no use here
+    kept.segments.take()
     initial_state, dh0 = _initial_state(inputs)
     launch = kernels.launch
     g_sum, beta, A, states, v_new = scanned_chunks(launch, inputs, k, v, initial_state, None)
@@ -201,7 +221,7 @@ def _registers(
     v: torch.Tensor,
     do: torch.Tensor,
     dht: torch.Tensor | None,
-    kept: Kept,
+    kept: FromForward,
 ) -> ScannedGradients:
     launch, slots = kernels.launch, slots_of(inputs)
     initial_state, dh0 = _initial_state(inputs)
@@ -212,12 +232,19 @@ def _registers(
     Ab = _kept_inverses(inputs, kept)
     if Ab is None:
         Ab = chunk_inverses(launch, inputs, k, slots)
+    found = _kept_segments(kernels, inputs, kept)
     if "segment_plan" in launch:
-        segments = planned_segments(launch, inputs, slots=slots, split=kernels.dispatch.split)
+        if found is None:
+            found = segment_states(launch, inputs, k, v, Ab, initial_state, L=segment_length(kernels.dispatch.split, slots))
+        segments, transfers, entering = found
+        del found
         scans = RegisterScans(
             launch, inputs, q, k, v, do, Ab, segments.segments_before, places=segments.places, L=segments.L
         )
-        states, v_new, behind = _across_segments(scans, segments, initial_state, dht)
+        states, v_new = scans.states(entering)
+        del entering                     # before there is room for gradients, and the transfers after
+        behind = _gradients_behind(scans, segments, transfers, dht)
+        del transfers
     else:
         scans = RegisterScans(launch, inputs, q, k, v, do, Ab, None, places=inputs.N, L=WHOLE_SEQUENCES)
         states, v_new = scans.states(initial_state)
@@ -227,9 +254,17 @@ def _registers(
     return ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0, chunk_tokens)
 
 
-def _kept_inverses(inputs: CallInputs, kept: Kept) -> torch.Tensor | None:
+def _kept_segments(kernels: Kernels, inputs: CallInputs, kept: FromForward) -> SegmentStates | None:
+    """Those of the forward, if they are as long as those of the backward. Both have chunks of 64, as all kernels of segments."""
+    found = kept.segments.take()
+    if found is None or "segment_plan" not in kernels.launch:
+        return None
+    return found if segment_length(kernels.dispatch.split, slots_of(inputs)) == found.segments.L else None
+
+
+def _kept_inverses(inputs: CallInputs, kept: FromForward) -> torch.Tensor | None:
     """Those of the forward, if it had the chunks of the backward."""
-    Ab = kept.take()
+    Ab = kept.Ab.take()
     return None if Ab is None or Ab.shape[-1] != inputs.facts.chunk_size else aligned(Ab.contiguous())
 
 
@@ -296,21 +331,10 @@ class RegisterScans:
         return min(self._items, gpu_info(self.inputs.facts.device).sm_count)
 
 
-def _across_segments(
-    scans: RegisterScans, segments: Segments, initial_state: torch.Tensor | None, dht: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """scans.states(), and the gradient of the state behind each segment, [places, HV, V, K].
-
-    The states that enter segments are gone before there is room for gradients, and the transfers with the return.
-    """
-    transfers = segment_transfers(scans.launch, scans.inputs, scans.k, scans.v, scans.Ab, segments)
-    states, v_new = scans.states(segment_states(scans.launch, scans.inputs, segments, transfers, initial_state))
-    return states, v_new, _gradients_behind(scans, segments, transfers, dht)
-
-
 def _gradients_behind(
     scans: RegisterScans, segments: Segments, transfers: torch.Tensor, dht: torch.Tensor | None
 ) -> torch.Tensor:
+    """The gradient of the state behind each segment, [places, HV, V, K]."""
     launch, inputs = scans.launch, scans.inputs
     own, behind = states_of_segments(inputs, segments), states_of_segments(inputs, segments)
     warm_chunks = warm_chunks_of(launch["segment_plan_backwards"], inputs, None, places=segments.places, L=segments.L)

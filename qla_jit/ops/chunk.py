@@ -6,14 +6,15 @@ import warnings
 
 import torch
 
+from ..errors import InputError
 from ..imports import imported
 from ..kernel_templates.macros.sequences import slot_count
 from ..once import first_time
 from . import fallback
 from .graphs import graph_break
 from .inputs import CPU_DTYPES, CallInputs, check_inputs, check_tensor, state_shape
-from .kept import Kept
-from .results import ForwardResult, Gradients
+from .kept import FromForward
+from .results import ForwardResult, Gradients, SegmentStates
 
 
 @graph_break                 # as in FLA: a graph cannot hold what launches kernels by itself
@@ -53,7 +54,7 @@ def chunk_gated_delta_rule(
 
     Gradients are those of q, k, v, g, beta, initial_state, A_log and dt_bias, each in its input's dtype and once
     differentiable. For the backward the inputs are kept and, where kernels make them and no hooks on saved tensors are in
-    force, the inverses of chunks: 128 bytes a token and head of v.
+    force, the inverses of chunks, 128 bytes a token and head of v, and where sequences are split 192 KiB a segment and head.
 
     Args:
         q, k: [B, T, H, K]; fp16 or bf16, on the CPU also fp32 and fp64. k is expected to have norm 1 along K.
@@ -144,8 +145,9 @@ def chunk_gated_delta_rule_fwd(
     """chunk_gated_delta_rule without autograd: for a caller's own autograd.Function, whose backward needs the inputs again.
 
     Arguments and errors are those of chunk_gated_delta_rule. g_sum is in natural-log units, where FLA's is in units of log 2;
-    the two libraries' saved tensors cannot be exchanged. g_sum and A are None unless `chunked` computed the call, Ab if it did;
-    all are None on the CPU. Who hands Ab to chunk_gated_delta_rule_bwd saves the backward from computing it anew.
+    the two libraries' saved tensors cannot be exchanged. g_sum and A are None unless `chunked` computed the call, Ab if it did,
+    segments unless it was split; all are None on the CPU. Who hands Ab and segments to chunk_gated_delta_rule_bwd saves the
+    backward from computing them anew; sequences are split as it will want them.
     """
     inputs = check_inputs(
         q,
@@ -169,7 +171,10 @@ def chunk_gated_delta_rule_fwd(
         auto_cp=auto_cp,
     )
     with torch.no_grad():
-        return _forward(inputs)
+        if not inputs.q.is_cuda:
+            return fallback.forward(inputs)
+        split = imported("ops.backward").split_to_share(inputs) if inputs.B * inputs.T else None
+        return imported("ops.pipeline").forward(inputs, split=split)
 
 
 @graph_break
@@ -187,6 +192,7 @@ def chunk_gated_delta_rule_bwd(
     *,
     g_sum: torch.Tensor | None = None,
     Ab: torch.Tensor | None = None,
+    segments: SegmentStates | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -207,8 +213,8 @@ def chunk_gated_delta_rule_bwd(
         q, k, v, g, beta, scale, initial_state and the flags: as given to the forward. g is the gate itself, where FLA and
             FlashQLA take its cumulated sum; q, k, g and beta are those before l2norm, gate and sigmoid.
         A, g_sum: accepted for compatibility, and not read: they are computed anew.
-        Ab: ForwardResult.Ab of the same call. None, or from another chunk size than the backward takes: computed anew. Keep it
-            as long as a CUDA graph that was captured with it.
+        Ab, segments: those of the ForwardResult of the same call. None, or from chunks or segments of another size than the
+            backward takes: computed anew. Keep them as long as a CUDA graph that was captured with them.
         do: [B, T, HV, V], gradient of o.
         dht: gradient of the final state, in its shape; None means zeros.
 
@@ -249,10 +255,13 @@ def chunk_gated_delta_rule_bwd(
         shape = (slots, facts.HV, facts.chunk_size, facts.chunk_size)
         check_tensor("Ab", Ab, shape, "[slots, HV, C, C]", "as in ForwardResult", (facts.dtype,), facts.device)
 
+    if segments is not None and not isinstance(segments, SegmentStates):
+        raise InputError(f"segments must be ForwardResult.segments or None; got {type(segments).__name__}")
+
     if inputs.q.is_cuda:
         backward = imported("ops.backward")
         if inputs.B * inputs.T == 0 or backward.kernels_for(inputs) is not None:
-            return backward.backward(inputs, do, dht, Kept(Ab))
+            return backward.backward(inputs, do, dht, FromForward(Ab, segments))
         _warn_slow_gradients()
     return fallback.backward(inputs, do, dht)
 

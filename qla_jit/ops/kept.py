@@ -1,18 +1,31 @@
-"""A tensor that one function keeps for another, which alone decides how long it lives."""
+"""What one function keeps for another, which alone decides how long it lives."""
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import torch
 
+from .results import SegmentStates
 
-class Kept:
-    """Holds a tensor until it is taken. Arguments of a call live until it returns, in the frames of all its callers; what is
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """Holds something until it is taken. Arguments of a call live until it returns, in the frames of all its callers; what is
     taken out of this one lives as long as whoever took it wants, and is gone for everybody else."""
 
-    def __init__(self, x: torch.Tensor | None = None) -> None:
+    def __init__(self, x: T | None = None) -> None:
         self._x = x
 
-    def take(self) -> torch.Tensor | None:
-        """The tensor, the first time; then None."""
+    def take(self) -> T | None:
+        """It, the first time; then None."""
         x, self._x = self._x, None
         return x
+
+
+class FromForward:
+    """What a forward keeps for the backward of the same call: parts of its ForwardResult, each until it is taken."""
+
+    def __init__(self, Ab: torch.Tensor | None = None, segments: SegmentStates | None = None) -> None:
+        self.Ab, self.segments = Kept(Ab), Kept(segments)

@@ -14,6 +14,7 @@ from ..kernel_templates.macros.segments import place_count
 from ..kernel_templates.macros.sequences import slot_count
 from ..reference import L2NORM_EPS
 from .inputs import CallInputs
+from .results import Segments, SegmentStates
 
 INT32_MAX = 2**31 - 1
 
@@ -26,15 +27,6 @@ class ScannedChunks(NamedTuple):
     A: torch.Tensor                              # [slots, HV, C, C]: Ag
     states: torch.Tensor                         # [slots, HV, K, V]: the state that enters
     v_new: torch.Tensor                          # [slots, HV, C, V]
-
-
-class Segments(NamedTuple):
-    """Sequences cut into segments, and the gates' verdict on each. By segment place."""
-
-    L: int                                       # chunks per segment
-    places: int
-    warm_chunks: torch.Tensor                    # [places, HV], int32: of segment_plan
-    segments_before: torch.Tensor                # [N + 1], int32: in the sequences before each, and in all
 
 
 def slots_of(inputs: CallInputs) -> int:
@@ -105,18 +97,39 @@ def chunk_inverses(launch: dict[str, Callable[..., None]], inputs: CallInputs, k
     return Ab
 
 
-def planned_segments(
-    launch: dict[str, Callable[..., None]], inputs: CallInputs, *, slots: int, split: int | None
-) -> Segments:
-    """Segments of `split` chunks; None: one for every sequence."""
-    L = slots if split is None else split
-    places = place_count(slots, inputs.N, L)
+def segment_states(
+    launch: dict[str, Callable[..., None]],
+    inputs: CallInputs,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    Ab: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    *,
+    L: int,
+) -> SegmentStates:
+    """Sequences in segments of L chunks."""
+    segments = _planned_segments(launch, inputs, L)
+    transfers = _segment_transfers(launch, inputs, k, v, Ab, segments)
+    states = states_of_segments(inputs, segments)
+    launch["segment_states"](
+        transfers, segments.warm_chunks, inputs.cu_seqlens, initial_state, states, segments.L, inputs.T, inputs.N
+    )
+    return SegmentStates(segments, transfers, states)
+
+
+def segment_length(split: int | None, slots: int) -> int:
+    """Chunks per segment of a split; None: a segment for every sequence."""
+    return slots if split is None else split
+
+
+def _planned_segments(launch: dict[str, Callable[..., None]], inputs: CallInputs, L: int) -> Segments:
+    places = place_count(slots_of(inputs), inputs.N, L)
     segments_before = torch.empty(inputs.N + 1, dtype=torch.int32, device=inputs.facts.device)
     warm_chunks = warm_chunks_of(launch["segment_plan"], inputs, segments_before, places=places, L=L)
     return Segments(L, places, warm_chunks, segments_before)
 
 
-def segment_transfers(
+def _segment_transfers(
     launch: dict[str, Callable[..., None]],
     inputs: CallInputs,
     k: torch.Tensor,
@@ -124,7 +137,6 @@ def segment_transfers(
     Ab: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """What each segment does to the state that enters it, [places, HV, V + K, K] in fp32: N and M, transposed."""
     HV, K, V, places = inputs.facts.HV, inputs.facts.K, inputs.facts.V, segments.places
     transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=inputs.facts.device)
     # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
@@ -134,21 +146,6 @@ def segment_transfers(
         transfers, segments.L, items,
     )  # fmt: skip
     return transfers
-
-
-def segment_states(
-    launch: dict[str, Callable[..., None]],
-    inputs: CallInputs,
-    segments: Segments,
-    transfers: torch.Tensor,
-    initial_state: torch.Tensor | None,
-) -> torch.Tensor:
-    """The state that enters each segment, [places, HV, V, K] in fp32."""
-    states = states_of_segments(inputs, segments)
-    launch["segment_states"](
-        transfers, segments.warm_chunks, inputs.cu_seqlens, initial_state, states, segments.L, inputs.T, inputs.N
-    )
-    return states
 
 
 def states_of_segments(inputs: CallInputs, segments: Segments) -> torch.Tensor:

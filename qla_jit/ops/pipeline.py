@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,11 +19,10 @@ from .inputs import CallFacts, CallInputs
 from .operands import (
     aligned,
     chunk_inverses,
-    planned_segments,
     prepared_keys,
     scanned_chunks,
+    segment_length,
     segment_states,
-    segment_transfers,
     slots_of,
     with_float_parameters,
 )
@@ -75,15 +74,20 @@ def choice_for(inputs: CallInputs) -> tuple[select.Dispatch, list[CompileRequest
     return dispatch, needed
 
 
-def forward(inputs: CallInputs) -> ForwardResult:
-    """o and the final state, and what the strategy makes on the way. Launches on the current stream, no sync."""
+def forward(inputs: CallInputs, *, split: int | None = None) -> ForwardResult:
+    """o and the final state, and what the strategy makes on the way. Launches on the current stream, no sync.
+
+    split: chunks per segment if sequences are split; else as chosen for the call.
+    """
     facts = inputs.facts
     if facts.device.index != torch.cuda.current_device():
         with torch.cuda.device(facts.device):
-            return forward(inputs)
+            return forward(inputs, split=split)
     if inputs.B * inputs.T == 0:
         return _no_tokens(inputs)
     kernels = kernels_for(inputs)
+    if split is not None:
+        kernels = replace(kernels, split=split)
     capture.note(inputs)
     return LAUNCHERS[kernels.strategy](kernels, with_float_parameters(inputs))
 
@@ -117,13 +121,12 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     slots = slots_of(inputs)
     Ab = chunk_inverses(launch, inputs, k, slots)
     initial_state, final_state = _states(inputs)
-    segments = planned_segments(launch, inputs, slots=slots, split=kernels.split)
-    states = segment_states(launch, inputs, segments, segment_transfers(launch, inputs, k, v, Ab, segments), initial_state)
+    found = segment_states(launch, inputs, k, v, Ab, initial_state, L=segment_length(kernels.split, slots))
     o = _rest_of_forward(
-        launch, inputs, q, k, v, Ab, states, final_state, segments.segments_before,
-        places=segments.places, chunks_per_segment=segments.L,
+        launch, inputs, q, k, v, Ab, found.states, final_state, found.segments.segments_before,
+        places=found.segments.places, chunks_per_segment=found.segments.L,
     )  # fmt: skip
-    return ForwardResult(o, final_state, Ab=Ab)
+    return ForwardResult(o, final_state, Ab=Ab, segments=found)
 
 
 LAUNCHERS = {"chunked": _chunked, "fused": _fused, "split": _split}

@@ -8,9 +8,27 @@ from typing import NamedTuple
 import torch
 
 
+class Segments(NamedTuple):
+    """Sequences cut into segments, and the gates' verdict on each. By segment place."""
+
+    L: int                                       # chunks per segment
+    places: int
+    warm_chunks: torch.Tensor                    # [places, HV], int32: of segment_plan
+    segments_before: torch.Tensor                # [N + 1], int32: in the sequences before each, and in all
+
+
+class SegmentStates(NamedTuple):
+    """Segments, what each of them does to the state, and the state that enters it. In fp32."""
+
+    segments: Segments
+    transfers: torch.Tensor                      # [places, HV, V + K, K]: N and M, transposed
+    states: torch.Tensor                         # [places, HV, V, K]
+
+
 @dataclass(frozen=True)
 class ForwardResult:
-    """The outputs of a forward, and what its strategy makes on the way: g_sum and A that of `chunked`, Ab that of the others."""
+    """The outputs of a forward, and what its strategy makes on the way: g_sum and A that of `chunked`, Ab that of the others, and
+    segments that of `split`."""
 
     o: torch.Tensor                              # [B, T, HV, V], in q's dtype
     final_state: torch.Tensor | None             # [N, HV, K, V] or V-first; fp32 (fp64 for fp64 inputs); None if not asked for
@@ -19,6 +37,7 @@ class ForwardResult:
     # [slots, HV, C, C], q's dtype: the inverse of each chunk without its gates, of `fused` and `split`; for
     # chunk_gated_delta_rule_bwd
     Ab: torch.Tensor | None = None
+    segments: SegmentStates | None = None        # likewise for it
 
 
 class Gradients(NamedTuple):

@@ -91,7 +91,7 @@ SPLIT_CASES = [
 ]
 
 # The forward that goes with a strategy of the backward. Without one in force, the first call would build those of all sizes.
-FORWARD = {"chunked": "chunked", "registers": "fused", "registers_split": "fused"}
+FORWARD = {"chunked": "chunked", "registers": "fused", "registers_split": "split"}
 
 
 def strategies_of(case: Case) -> list[str]:
@@ -216,10 +216,10 @@ def gradients(call: dict[str, Any], *, through: tuple[str, ...] = ("o", "state")
 
 
 def low_level(
-    call: dict[str, Any], do: torch.Tensor, dht: torch.Tensor | None, *, Ab: torch.Tensor | None = None
+    call: dict[str, Any], do: torch.Tensor, dht: torch.Tensor | None, **kept: object
 ) -> Gradients:
     arguments_ = {name: x for name, x in call.items() if name != "output_final_state"}
-    return qla_jit.chunk_gated_delta_rule_bwd(**arguments_, A=None, do=do, dht=dht, Ab=Ab)
+    return qla_jit.chunk_gated_delta_rule_bwd(**arguments_, A=None, do=do, dht=dht, **kept)
 
 
 def cotangents(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -384,14 +384,16 @@ def test_the_low_level_half_gives_the_same_bits_for_any_layout_of_do(strategy: s
 
 
 @pytest.mark.parametrize("case", [BASE, IN_KERNEL], ids=str)
-def test_the_inverses_of_the_forward_give_the_same_bits(case: Case, strategy: str) -> None:
+def test_what_the_forward_made_gives_the_same_bits(case: Case, strategy: str) -> None:
     call = arguments(case, device="cuda")
     do, dht = cotangents(call)
     fill_free_memory_with_nan()
-    Ab = qla_jit.chunk_gated_delta_rule_fwd(**call).Ab
-    assert (Ab is None) == (strategy == "chunked")
-    for found, expected in zip(low_level(call, do, dht, Ab=Ab), low_level(call, do, dht), strict=True):
-        assert found is expected is None or torch.equal(found, expected)
+    made = qla_jit.chunk_gated_delta_rule_fwd(**call)
+    assert (made.Ab is None) == (strategy == "chunked")
+    assert (made.segments is None) == (strategy != "registers_split")
+    found = low_level(call, do, dht, Ab=made.Ab, segments=made.segments)
+    for x, expected in zip(found, low_level(call, do, dht), strict=True):
+        assert x is expected is None or torch.equal(x, expected)
 
 
 def test_a_second_backward_of_a_graph_gives_the_same_bits(strategy: str) -> None:

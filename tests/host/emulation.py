@@ -138,7 +138,7 @@ class Array:
         return Reference(self, index if isinstance(index, tuple) else (index,))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self[index].store(value)
+        Reference(self, index if isinstance(index, tuple) else (index,)).store(value)
 
     def position(self, index: tuple[Any, ...]) -> tuple[Any, ...]:
         """Of elements, in `values`."""
@@ -168,6 +168,13 @@ class Array:
 
     def note_write(self) -> None:
         pass
+
+
+class Numbers(Array):
+    """A tile of integers, by which loops and branches go: what is read is a number, of then."""
+
+    def __getitem__(self, index: Any) -> int:
+        return int(self.load(index))
 
 
 class Global(Array):
@@ -689,7 +696,9 @@ class Block:
 
     def alloc_shared(self, shape: Sequence[int], dtype: str, *, scope: str) -> Array:
         if self.agent.tiles == len(self.tiles):
-            self.tiles.append(Array(self, np.full(shape, np.nan, np.float32), dtype, self.tile_names[len(self.tiles)]))
+            name = self.tile_names[len(self.tiles)]
+            numbers = Numbers(self, np.full(shape, np.iinfo(np.int32).min), dtype, name)
+            self.tiles.append(numbers if dtype == "int32" else Array(self, np.full(shape, np.nan, np.float32), dtype, name))
         self.agent.tiles += 1
         return self.tiles[self.agent.tiles - 1]
 

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -95,6 +95,7 @@ def trace(
     *,
     block: int = 0,
     rows_apart: Sequence[str] = (),
+    numbers: Mapping[str, Callable[[], Iterator[int]]] = MappingProxyType({}),
 ) -> Trace:
     """The events of one block.
 
@@ -103,13 +104,15 @@ def trace(
         tensors: of global tensors whose elements decide what is done, the element for given indices.
         scalars: the other arguments whose values matter.
         rows_apart: tiles whose rows are written by several agents at a time.
+        numbers: of tiles whose elements decide what is done, what an agent reads there, one after the other.
     """
     module = traced_template(template)
     described, chosen = module.Problem(**problem), module.Config(**config)
     tiles = [buffer.name for buffer in module.buffers(described, chosen)]
     found = Trace(list(agents), {}, {})
     for agent in agents:
-        recorder = Recorder(agent, sizes, block, [tiles.index(name) for name in rows_apart])
+        read = {tiles.index(name): values() for name, values in numbers.items()}
+        recorder = Recorder(agent, sizes, block, [tiles.index(name) for name in rows_apart], read)
         with mock.patch.dict(vars(module.T), recorder.names(), clear=True), tilelang_replaced():
             kernel = module.build(described, chosen)
             names = inspect.signature(kernel).parameters
@@ -199,11 +202,14 @@ class Tile:
     def __hash__(self) -> int:
         return self.number
 
-    def __getitem__(self, index: tuple[Any, ...]) -> Reference:
-        return Reference(self, index)
+    def __getitem__(self, index: tuple[Any, ...]) -> Reference | int:
+        if self.number not in self.recorder.numbers:
+            return Reference(self, index)
+        self.recorder.access("read", Reference(self, index))
+        return next(self.recorder.numbers[self.number])
 
     def __setitem__(self, index: tuple[Any, ...], value: Any) -> None:
-        self.recorder.access("write", self[index])
+        self.recorder.access("write", Reference(self, index))
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,7 @@ class Recorder:
     sizes: Mapping[str, int]
     block: int
     rows_apart: Sequence[int]
+    numbers: Mapping[int, Iterator[int]]         # what is read of a tile, by its number
     events: list[Event] = field(default_factory=list)
     barriers: dict[str, list[int]] = field(default_factory=dict)         # arrivals of each stage
     launches: list[str] = field(default_factory=list)                    # what was said to the kernels before and behind

@@ -31,7 +31,7 @@ SIGNATURES = {
         "use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, auto_cp=True)"
     ),
     "chunk_gated_delta_rule_bwd": (
-        "(q, k, v, g, beta, A, do, dht=None, scale=None, initial_state=None, *, g_sum=None, Ab=None, "
+        "(q, k, v, g, beta, A, do, dht=None, scale=None, initial_state=None, *, g_sum=None, Ab=None, segments=None, "
         "use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, "
         "cu_seqlens=None, cu_seqlens_cpu=None, use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, auto_cp=True)"
     ),
@@ -218,7 +218,7 @@ def test_gradient_of_another_shape_is_refused(name, shape, expected):
     assert str(shape) in str(caught.value)
 
 
-def test_inverses_that_are_not_of_the_call_are_refused():
+def test_what_is_not_of_the_forward_of_the_call_is_refused():
     call = {key: x for key, x in arguments(Case()).items() if key != "output_final_state"}
     gradients = functools.partial(qla_jit.chunk_gated_delta_rule_bwd, **call, A=None, do=torch.zeros(1, 129, 4, 24))
     Ab = torch.zeros(3, 4, 64, 64, dtype=torch.float64)
@@ -231,6 +231,8 @@ def test_inverses_that_are_not_of_the_call_are_refused():
         gradients(Ab=Ab.bfloat16())
     with pytest.raises(qla_jit.InputError, match="Ab must be"):
         gradients(Ab=[])
+    with pytest.raises(qla_jit.InputError, match=r"segments must be ForwardResult.segments or None; got Tensor"):
+        gradients(segments=Ab)
 
 
 def test_slow_gradients_warn_once_per_process():

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from qla_jit.ops import autograd, backward, chunk, fallback, pipeline
 from qla_jit.ops.inputs import CallInputs, check_inputs
-from qla_jit.ops.kept import Kept
-from qla_jit.ops.results import ForwardResult, Gradients
+from qla_jit.ops.kept import FromForward
+from qla_jit.ops.results import ForwardResult, Gradients, Segments, SegmentStates
 
 CASE = Case(lengths=(70, 0, 3), tail=2, dtype=torch.bfloat16, in_kernel=True, l2norm=True)
 
@@ -24,41 +24,45 @@ pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cu
 
 @pytest.fixture(autouse=True)
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """The gradients of the outputs that the launcher of the backward was given."""
+    """The gradients of the outputs that the launcher of the backward was given. Segments are of two chunks."""
     given = []
 
-    def launched(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, Ab: Kept) -> Gradients:
+    def launched(inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, kept: FromForward) -> Gradients:
         given.append((do, dht))
         return fallback.backward(inputs, do, dht)
 
-    monkeypatch.setattr(pipeline, "forward", fallback.forward)
+    monkeypatch.setattr(pipeline, "forward", lambda inputs, split: fallback.forward(inputs))
+    monkeypatch.setattr(backward, "split_to_share", lambda inputs: 2)
     monkeypatch.setattr(backward, "backward", launched)
     return given
 
 
-class Inverses:
-    """What the forward makes, and what of it comes to the backward."""
+class Made:
+    """What the forward makes, and what of it comes to the backward: inverses, and all that there is of segments."""
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[torch.Tensor]] = []
         self.given: list[weakref.ref[torch.Tensor] | None] = []
 
-    def forward(self, inputs: CallInputs) -> ForwardResult:
-        Ab = torch.zeros(4, 4, 64, 64)
-        self.made.append(weakref.ref(Ab))
-        return replace(fallback.forward(inputs), Ab=Ab)
+    def forward(self, inputs: CallInputs, split: int | None) -> ForwardResult:
+        assert split == 2
+        Ab, transfers, states = torch.zeros(4, 4, 64, 64), torch.zeros(1), torch.zeros(1)
+        self.made += map(weakref.ref, (Ab, transfers, states))
+        segments = SegmentStates(Segments(split, 2, torch.zeros(1), torch.zeros(1)), transfers, states)
+        return replace(fallback.forward(inputs), Ab=Ab, segments=segments)
 
-    def backward(self, inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, Ab: Kept) -> Gradients:
-        taken = Ab.take()
-        self.given.append(None if taken is None else weakref.ref(taken))
-        del taken
+    def backward(self, inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, kept: FromForward) -> Gradients:
+        Ab, segments = kept.Ab.take(), kept.segments.take()
+        taken = [Ab, None, None] if segments is None else [Ab, segments.transfers, segments.states]
+        self.given += [x if x is None else weakref.ref(x) for x in taken]
+        del Ab, segments, taken
         assert all(made() is None for made in self.made), "somebody else holds them"
         return fallback.backward(inputs, do, dht)
 
 
 @pytest.fixture
-def inverses(seen: list, monkeypatch: pytest.MonkeyPatch) -> Inverses:
-    found = Inverses()
+def forwards(seen: list, monkeypatch: pytest.MonkeyPatch) -> Made:
+    found = Made()
     monkeypatch.setattr(pipeline, "forward", found.forward)
     monkeypatch.setattr(backward, "backward", found.backward)
     return found
@@ -135,29 +139,29 @@ def test_gradients_reach_tensors_that_are_not_contiguous() -> None:
     assert torch.equal(strided.grad, expected)
 
 
-def test_the_inverses_are_kept_for_one_backward_alone(inverses: Inverses) -> None:
+def test_what_is_made_is_kept_for_one_backward_alone(forwards: Made) -> None:
     leaves, inputs = differentiable()
     o = apply(inputs).o
-    assert [made() is None for made in inverses.made] == [False]
+    assert [ref() is None for ref in forwards.made] == [False] * 3
     first, second = (torch.autograd.grad(o.float().sum(), leaves["k"], retain_graph=True) for _ in range(2))
-    assert inverses.given == [inverses.made[0], None]
+    assert forwards.given == [*forwards.made, None, None, None]
     assert torch.equal(*first, *second)
 
 
-def test_inverses_without_a_backward_go_with_the_graph(inverses: Inverses) -> None:
+def test_what_is_kept_goes_with_the_graph_without_a_backward(forwards: Made) -> None:
     _, inputs = differentiable()
     result = apply(inputs)
-    assert inverses.made[0]() is not None
+    assert [ref() is None for ref in forwards.made] == [False] * 3
     del result, inputs
-    assert inverses.made[0]() is None
+    assert [ref() is None for ref in forwards.made] == [True] * 3
 
 
-def test_under_checkpointing_nothing_is_kept_beside_what_it_saves(inverses: Inverses) -> None:
+def test_under_checkpointing_nothing_is_kept_beside_what_it_saves(forwards: Made) -> None:
     leaves, inputs = differentiable()
     o = checkpoint(lambda k: apply(replace(inputs, k=k)).o, leaves["k"], use_reentrant=False)
-    assert [made() is None for made in inverses.made] == [True]
+    assert [ref() is None for ref in forwards.made] == [True] * 3
     o.float().sum().backward()
-    assert inverses.given == [None]
+    assert forwards.given == [None] * 3
     assert leaves["k"].grad.isfinite().all()
 
 
@@ -170,12 +174,12 @@ def test_only_the_inputs_are_kept_for_the_backward() -> None:
     assert {x.data_ptr() for x in kept} == own
 
 
-def test_the_inverses_are_not_among_the_saved_tensors(inverses: Inverses) -> None:
+def test_what_is_kept_is_not_among_the_saved_tensors(forwards: Made) -> None:
     leaves, inputs = differentiable()
     node = apply(inputs).o.grad_fn
     own = {x.data_ptr() for x in (*leaves.values(), inputs.cu_seqlens)}
     assert {x.data_ptr() for x in node.saved_tensors} == own
-    assert inverses.made[0]() is not None
+    assert [ref() is None for ref in forwards.made] == [False] * 3
 
 
 def test_nothing_outlives_the_outputs() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,8 +22,8 @@ from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
 from qla_jit.models import models
 from qla_jit.ops import autograd, backward, fallback, operands, pipeline, plan
 from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
-from qla_jit.ops.kept import Kept
-from qla_jit.ops.results import Gradients
+from qla_jit.ops.kept import FromForward
+from qla_jit.ops.results import Gradients, Segments, SegmentStates
 from qla_jit.ops.splits import best_backward_split, split_backward_us, whole_backward_us
 from qla_jit.tuning_records import Problem, save_directory
 
@@ -87,15 +87,16 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
         chunk_size: int = 64,
         split: int | None = None,
         Ab: torch.Tensor | None = None,
-        without: str | None = None,
+        segments: SegmentStates | None = None,
+        without: Sequence[str] = (),
     ) -> Gradients:
-        """without: a kernel that must not be launched."""
+        """without: kernels that must not be launched."""
         facts = inputs.facts._replace(chunk_size=chunk_size)
         stand_ins = Kernels(replace(inputs, facts=facts), strategy)
-        launch = {step: getattr(stand_ins, step) for step in STEPS[strategy] if step != without}
+        launch = {step: getattr(stand_ins, step) for step in STEPS[strategy] if step not in without}
         kernels = backward.Kernels(select.Dispatch(strategy, {}, facts, split), launch)
         monkeypatch.setattr(backward, "kernels_for", lambda inputs: kernels)
-        return backward.backward(inputs, do, dht, Kept(Ab))
+        return backward.backward(inputs, do, dht, FromForward(Ab, segments))
 
     return run
 
@@ -159,7 +160,7 @@ def test_inverses_of_the_forward_are_taken(betas: str, strategy: str, split: int
     Kernels(inputs, strategy).chunk_inverse(inputs.k, inputs.beta, inputs.cu_seqlens, Ab)
     strided = Ab.mT.contiguous().mT
     for given in (Ab, strided):
-        found = run(inputs, do, dht, strategy=strategy, split=split, Ab=given, without="chunk_inverse")
+        found = run(inputs, do, dht, strategy=strategy, split=split, Ab=given, without=["chunk_inverse"])
         for x, expected in zip(found, run(inputs, do, dht, strategy=strategy, split=split), strict=True):
             assert x is expected is None or torch.equal(x, expected)
 
@@ -170,6 +171,40 @@ def test_inverses_that_are_of_no_use_are_not_looked_at(strategy: str, C: int, ru
     do, dht = cotangents(inputs)
     Ab = torch.full((operands.slots_of(inputs), BASE.HV, 64, 64), float("nan"), dtype=torch.float64)
     check(run(inputs, do, dht, strategy=strategy, chunk_size=C, Ab=Ab), fallback.backward(inputs, do, dht), inputs)
+
+
+OF_SEGMENTS = ("segment_plan", "segment_scan", "segment_states")
+
+
+def segments_of_a_forward(inputs: CallInputs, L: int) -> SegmentStates:
+    stand_ins = Kernels(inputs, "registers_split")
+    launch = {step: getattr(stand_ins, step) for step in ("chunk_inverse", *OF_SEGMENTS)}
+    Ab = operands.chunk_inverses(launch, inputs, inputs.k, operands.slots_of(inputs))
+    return operands.segment_states(launch, inputs, inputs.k, inputs.v, Ab, inputs.initial_state, L=L)
+
+
+@pytest.mark.parametrize("gates", ["mixed", "reset"])
+def test_what_the_forward_found_out_about_segments_is_taken(gates: str, run: Callable[..., Gradients]) -> None:
+    inputs = check_inputs(**arguments(replace(BASE, gates=gates)))
+    do, dht = cotangents(inputs)
+    for split in (1, 2, None):
+        L = operands.segment_length(split, operands.slots_of(inputs))
+        found = run(
+            inputs, do, dht, strategy="registers_split", split=split, segments=segments_of_a_forward(inputs, L),
+            without=OF_SEGMENTS,
+        )  # fmt: skip
+        check(found, fallback.backward(inputs, do, dht), inputs, BOUND_RESET if gates == "reset" else BOUND)
+
+
+@pytest.mark.parametrize(("strategy", "split"), [("chunked", None), ("registers", None), ("registers_split", 2)], ids=str)
+def test_segments_that_are_of_no_use_are_not_looked_at(
+    strategy: str, split: int | None, run: Callable[..., Gradients]
+) -> None:
+    inputs = check_inputs(**arguments(BASE))
+    do, dht = cotangents(inputs)
+    nothing = SegmentStates(Segments(1, 0, None, None), None, None)
+    found = run(inputs, do, dht, strategy=strategy, split=split, segments=nothing)
+    check(found, fallback.backward(inputs, do, dht), inputs)
 
 
 def test_without_a_gradient_of_the_final_state_none_is_made_up(run: Callable[..., Gradients]) -> None:
@@ -267,9 +302,9 @@ def test_every_argument_of_every_kernel_is_passed_in_order(
 
 # What must be gone at a launch, by the kernel that has had it before.
 GONE = {
-    "segment_gradient_scan": {("segment_states", "states")},
+    "segment_gradient_scan": {("segment_states", "states"), ("register_state_scan", "initial_state")},
     "register_gradient_scan": {
-        ("segment_states", "states"), ("segment_scan", "transfers"), ("segment_gradient_scan", "own_gradients")
+        ("segment_scan", "transfers"), ("segment_state_gradients", "transfers"), ("segment_gradient_scan", "own_gradients")
     },
     "warpgroup_gradients": {("chunk_inverse", "Ab"), ("register_gradient_scan", "Ab"), ("segment_state_gradients", "gradients")},
     "l2norm_backward": {
@@ -305,11 +340,18 @@ def test_what_is_not_needed_any_more_leaves_its_memory(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     do, dht = cotangents(inputs)
     Ab = torch.empty(operands.slots_of(inputs), 8, 64, 64, dtype=torch.bfloat16)
-    given, ref = Kept(Ab if kept else None), weakref.ref(Ab)
-    del Ab
+    segments, refs = None, [weakref.ref(Ab)]
+    if strategy == "registers_split":
+        counts = [torch.empty(1, dtype=torch.int32) for _ in range(2)]
+        transfers, states = torch.empty(1), torch.empty(1)
+        segments = SegmentStates(Segments(1, operands.slots_of(inputs), *counts), transfers, states)
+        refs += [weakref.ref(transfers), weakref.ref(states)]
+        del transfers, states
+    given = FromForward(Ab, segments) if kept else FromForward()
+    del Ab, segments
     backward.backward(inputs, do, dht, given)
-    assert ref() is None
-    assert launched == [step for step in requests if not (kept and step == "chunk_inverse")]
+    assert [ref() for ref in refs] == [None] * len(refs)
+    assert launched == [step for step in requests if not (kept and step in ("chunk_inverse", *OF_SEGMENTS))]
 
 
 # V = 512: four blocks for each (sequence, value head).

@@ -26,7 +26,7 @@ from qla_jit.kernel_templates.macros.sequences import slot_count
 H, HV, K, C = 1, 2, 128, 64
 SCALE = K**-0.5
 BLOCKS = 3                               # fewer than items: each goes on to the next ones
-GATE_WARP, LAST_WARP = 13, 15            # whose lanes go different ways, of the scans and of warpgroup_gradients
+GATE_WARP, LAST_WARP = 13, 15            # whose lanes go different ways; of the scans the first alone
 
 # Ragged before a sequence of NaN, which what is loaded with it must not reach; empty, one token, exactly a chunk, and ragged in
 # front of the tail, which is NaN too.
@@ -124,7 +124,7 @@ class Scan:
             config,
             *arguments,
             sizes=dict(B=self.B, tokens=self.T, slots=self.slots, bounds=self.N + 1, places=self.places),
-            by_lane=[LAST_WARP if template == "warpgroup_gradients" else GATE_WARP],
+            by_lane=[GATE_WARP, LAST_WARP] if template == "warpgroup_gradients" else [GATE_WARP],
         )
 
     def initial_states(self) -> torch.Tensor | None:

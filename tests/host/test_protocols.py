@@ -15,6 +15,7 @@ from protocol import Agent, Event, Trace, check, trace
 from qla_jit.kernel_templates.arch import SM90A
 
 C, L_WHOLE = 64, 0
+BLOCK, BLOCKS = 1, 2                     # the one that is traced, of those
 WARPGROUPS = [Agent("state 0", 0, 128), Agent("state 1", 128, 128), Agent("aux", 256, 128)]
 WARPS = [Agent("warp 12", 384, 32), Agent("warp 13", 416, 32), Agent("warp 14", 448, 32), Agent("warp 15", 480, 32)]
 
@@ -45,15 +46,18 @@ LENGTHS = [(640,), (70, 0, 64, 1, 450)]
 IMPLIED = {
     "forward": {("warp 15", "fence", None)},
     "forward-split": {("warp 15", "fence", None)},
-    "states": {("state 0", "fence", None), ("state 1", "fence", None)},
+    "states": {
+        ("state 0", "fence", None), ("state 1", "fence", None), ("state 0", "wait", "s_free"), ("state 1", "wait", "s_free"),
+        ("warp 12", "wait", "Ab_free"),
+    },
     "gradients": {
-        ("state 0", "wait", "q_full"), ("state 1", "wait", "q_full"), ("aux", "wait", "products_free"),
-        ("warp 12", "wait", "q_free"),
+        ("state 0", "wait", "q_full"), ("state 1", "wait", "q_full"), ("state 0", "wait", "s_free"),
+        ("state 1", "wait", "s_free"), ("warp 12", "wait", "q_free"),
     },
     "gradient-transfers": {("state 0", "wait", "q_full"), ("state 1", "wait", "q_full"), ("warp 12", "wait", "q_free")},
     "chunk-gradients": {
         ("queries", "wait", "k_full"), ("keys", "wait", "q_full"), ("warp 12", "wait", "k_free"), ("warp 12", "wait", "q_free"),
-        ("warp 12", "fence", None), ("warp 15", "wait", "gates_free"),
+        ("warp 12", "fence", None), ("warp 13", "wait", "gates_free"),
     },
 }  # fmt: skip
 IMPLIED |= {"states-split": IMPLIED["states"], "gradients-split": IMPLIED["gradients"]}
@@ -78,9 +82,11 @@ def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int
     segments = [max(-(-length // (C * L)), 1) for length in lengths] if by_segments else []
     before = [0, *itertools.accumulate(segments)]
     listed = chunk_tokens(starts, slots, C)
-    agents = WARPGROUPS + WARPS
+    agents, by_chunk = WARPGROUPS + WARPS, {}
     if template == "warpgroup_gradients":
         agents = [Agent(name, number * 128, 128) for number, name in enumerate(("scores", "queries", "keys"))] + WARPS
+        places = [(0, *listed[item // problem["H"]]) for item in range(BLOCK, slots * problem["H"], BLOCKS)]
+        by_chunk = dict(rows_apart=["sums"], numbers=dict(place=lambda: itertools.chain(*places)))
     return trace(
         template,
         problem,
@@ -91,9 +97,9 @@ def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int
             cu_seqlens=starts.__getitem__, chunk_tokens=lambda slot, which: listed[slot][which],
             segments_before=before.__getitem__, warm_chunks=lambda place, head: -1 if head else 1,
         ),
-        scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, blocks=2),
-        block=1,
-        rows_apart=["sums"] if template == "warpgroup_gradients" else [],
+        scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, blocks=BLOCKS),
+        block=BLOCK,
+        **by_chunk,
     )
 
 
