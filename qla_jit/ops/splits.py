@@ -18,13 +18,15 @@ MARGIN = 0.97                            # a split has to be so much faster than
 # What heads do is only known on the GPU: a quarter that never forget, as in FlashQLA's benchmark, others within 4 chunks.
 EXACT_SHARE, WARM_CHUNKS = 0.25, 4
 
-# The scans of the backward likewise (docs/performance.md): register_state_scan, register_gradient_scan, and its pass before.
+# The scans of the backward likewise (docs/performance.md): register_state_scan, register_gradient_scan, and its pass before. What
+# goes with segments was fitted to 61 times of eleven sizes: of each it takes what is at most 0.3 % slower than the best.
 STATE_STEPS = ((0.55, 1.9), (0.85, 2.4), (1.0, 3.0))
 GRADIENT_STEPS = ((0.55, 2.66), (0.85, 3.0), (1.0, 3.5))
-TRANSFER_STEP = 3.0
-GRADIENT_BOUNDARY = 2 * 1.2              # segment_states and segment_state_gradients, whose M is loaded whether wanted or not
-GRADIENT_LAUNCHES = 18.0                 # six kernels more
-GRADIENT_MARGIN = 0.9
+GRADIENT_ITEM = 8.0                      # both scans, beside the chunks of an item
+TRANSFER_STEP, TRANSFER_ITEM = 1.2, 10.0
+GRADIENT_BOUNDARY = 1.1                  # segment_state_gradients, and as much segment_states
+GRADIENT_SPLIT = 45.0                    # what else a split costs
+OWN_SEGMENTS = 9.0                       # three kernels more where the forward does not share what it found out
 
 SEGMENTS = tuple(2**power for power in range(2, 12))
 
@@ -39,7 +41,7 @@ def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_co
     turns = busiest_block(rows, longest, chunks, sequences, L, sm_count)
     forward = chain_us(STEPS, rows * chunks, L * turns, sm_count) + ITEM * turns
     others = rows * (segments_in_all(longest, chunks, sequences, L) - sequences)
-    return forward + transfers_us(SCAN_STEP, 2, others, L, sm_count) + BOUNDARY * (longest / L) + SPLIT
+    return forward + transfers_us(SCAN_STEP, SCAN_ITEM, 2, others, L, sm_count) + BOUNDARY * (longest / L) + SPLIT
 
 
 def whole_backward_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
@@ -48,14 +50,21 @@ def whole_backward_us(rows: int, longest: int, chunks: int, sm_count: int) -> fl
     return sum(chain_us(table, rows * chunks, steps, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
 
 
-def split_backward_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> float:
-    """Expected time of the scans of the backward with L chunks a segment, and of what goes between them."""
-    steps = L * busiest_block(rows, longest, chunks, sequences, L, sm_count)
-    scans = sum(chain_us(table, rows * chunks, steps, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
+def split_backward_us(
+    rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int, *, shared: bool = False
+) -> float:
+    """Expected time of the scans of the backward with L chunks a segment, and of what goes between them.
+
+    shared: with what the forward found out about the segments.
+    """
+    turns = busiest_block(rows, longest, chunks, sequences, L, sm_count)
+    scans = sum(chain_us(table, rows * chunks, L * turns, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
     # all but the last of each sequence, or all but the first
     others = rows * (segments_in_all(longest, chunks, sequences, L) - sequences)
-    transfers = transfers_us(SCAN_STEP, 2, others, L, sm_count) + transfers_us(TRANSFER_STEP, 1, others, L, sm_count)
-    return scans + transfers + GRADIENT_BOUNDARY * (longest / L) + GRADIENT_LAUNCHES
+    between = transfers_us(TRANSFER_STEP, TRANSFER_ITEM, 1, others, L, sm_count) + GRADIENT_BOUNDARY * (longest / L)
+    if not shared:
+        between += transfers_us(SCAN_STEP, SCAN_ITEM, 2, others, L, sm_count) + GRADIENT_BOUNDARY * (longest / L) + OWN_SEGMENTS
+    return scans + GRADIENT_ITEM * turns + between + GRADIENT_SPLIT
 
 
 def steps_of_wholes(rows: int, longest: int, chunks: int, sm_count: int) -> int:
@@ -80,11 +89,11 @@ def chain_us(table: tuple[tuple[float, float], ...], chunks: int, steps: int, sm
     return steps * next(step for limit, step in table if share <= limit)
 
 
-def transfers_us(step: float, exact_items: int, items: int, L: int, sm_count: int) -> float:
+def transfers_us(step: float, item: float, exact_items: int, items: int, L: int, sm_count: int) -> float:
     """Time of a scan that goes through all of a segment only where a head does not forget, then with so many items for one."""
-    exact = exact_items * EXACT_SHARE * (step * L + SCAN_ITEM)
-    warm = (1 - EXACT_SHARE) * (step * min(WARM_CHUNKS, L) + SCAN_ITEM)
-    return max(step * L + SCAN_ITEM, items * (exact + warm) / sm_count) if items else 0.0
+    exact = exact_items * EXACT_SHARE * (step * L + item)
+    warm = (1 - EXACT_SHARE) * (step * min(WARM_CHUNKS, L) + item)
+    return max(step * L + item, items * (exact + warm) / sm_count) if items else 0.0
 
 
 def best_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
@@ -94,10 +103,16 @@ def best_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: i
 
 
 def best_backward_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
-    """As best_split(), of the backward."""
+    """As best_split(), of the backward. A forward that splits takes the same segments and shares what it finds out, so that it
+    is the time of both that counts."""
+    own, sizes = best_split(rows, longest, chunks, sequences, sm_count), (rows, longest, chunks, sequences)
     whole = whole_backward_us(rows, longest, chunks, sm_count)
-    costs = {L: split_backward_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}
-    return shortest(costs, GRADIENT_MARGIN * whole)
+    if own is None:
+        return shortest({L: split_backward_us(*sizes, L, sm_count) for L in SEGMENTS if longest > L}, MARGIN * whole)
+    costs = {
+        L: split_backward_us(*sizes, L, sm_count, shared=True) + split_us(*sizes, L, sm_count) for L in SEGMENTS if longest > L
+    }
+    return shortest(costs, MARGIN * (whole + split_us(*sizes, own, sm_count)))
 
 
 def shortest(costs: dict[int, float], limit: float) -> int | None:
