@@ -461,6 +461,19 @@ def test_a_split_may_be_forced_without_a_say_in_the_forward(split: int | None, a
         assert backward.kernels_for(inputs).dispatch.split == usual
 
 
+def test_the_forward_is_told_the_segments_of_the_gradients_without_compiling_them(asked: list) -> None:
+    inputs = long_call(8, 512)
+    L = backward.split_to_share(inputs)
+    assert asked == []
+    assert backward.resolved() == {}
+    assert L == backward.kernels_for(inputs).dispatch.split is not None
+    assert backward.split_to_share(inputs) == L
+    assert len(asked) == 1
+    with select.override(split=2):
+        assert backward.split_to_share(inputs) is None
+    assert backward.split_to_share(call(K=96)) is None
+
+
 def test_a_strategy_may_be_forced_without_a_say_in_the_forward(asked: list) -> None:
     inputs = call()
     forward = pipeline.kernels_for(inputs).strategy

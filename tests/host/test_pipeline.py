@@ -43,7 +43,18 @@ def test_every_argument_is_passed_and_parameters_are_float32(strategy: str, laun
     inverses = [values["Ab"] for name, values in launches if name == "chunk_inverse"]
     assert result.Ab is (inverses[0] if inverses else None)
     assert (result.A is None) is (strategy != "chunked")
+    assert (result.segments is None) is (strategy != "split")
     parameters = [values[name] for _, values in launches for name in ("A_log", "dt_bias") if name in values]
     assert parameters
     assert {x.dtype for x in parameters} == {torch.float32}
     torch.testing.assert_close(parameters[0], call["A_log"].float(), rtol=0, atol=0)
+
+
+def test_segments_are_as_long_as_the_caller_says(launches: list) -> None:
+    inputs = check_inputs(**arguments(Case(H=2, HV=8, K=128, V=128, lengths=(300, 700), dtype=torch.bfloat16)))
+    for strategy, lengths in (("split", {4}), ("fused", {0})):
+        launches.clear()
+        with select.override(strategy):
+            result = pipeline.forward(inputs, split=4)
+        assert {values["chunks_per_segment"] for _, values in launches if "chunks_per_segment" in values} == lengths
+        assert (result.segments and result.segments.segments.L) == (4 if strategy == "split" else None)
