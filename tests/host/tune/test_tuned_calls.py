@@ -17,7 +17,7 @@ from qla_jit.tuning_records import Hardware, Problem, Record, Rigor
 from qla_jit.workload import facts_of
 
 # What the machine likes best: a step of the default strategy, with one knob turned.
-LIKED = {FORWARD: ("chunk_inverse", "blocks_per_sm"), BACKWARD: ("register_state_scan", "key_stages")}
+LIKED = {FORWARD: ("chunk_inverse", "blocks_per_sm"), BACKWARD: ("register_state_scan", "product_stages")}
 PROBLEM = Problem(H=2, HV=8, K=128, V=128, dtype="bfloat16", chunk_size=64, varlen=True)
 FACTS = facts_of(PROBLEM, torch.device("cuda", 0))
 LENGTHS = ((8192,), (2048,))
