@@ -81,7 +81,7 @@ def kernels_for(inputs: CallInputs, together_with: Callable[[], Sequence[Compile
 def split_to_share(inputs: CallInputs) -> int | None:
     """Chunks per segment with which a forward, if it splits, finds out about segments what the gradients of the call need to
     know too; None: nothing to share, or an override has said how the forward splits. Compiles nothing."""
-    if select.override_in_force().split is not ...:
+    if inputs.B * inputs.T == 0 or select.override_in_force().split is not ...:
         return None
     _, chosen = _choice_for(inputs)
     return None if chosen is None else chosen.dispatch.split

@@ -171,10 +171,7 @@ def chunk_gated_delta_rule_fwd(
         auto_cp=auto_cp,
     )
     with torch.no_grad():
-        if not inputs.q.is_cuda:
-            return fallback.forward(inputs)
-        split = imported("ops.backward").split_to_share(inputs) if inputs.B * inputs.T else None
-        return imported("ops.pipeline").forward(inputs, split=split)
+        return _forward(inputs, before_a_backward=True)
 
 
 @graph_break
@@ -276,11 +273,13 @@ def _differentiable_forward(inputs: CallInputs) -> ForwardResult:
     return fallback.forward(inputs)
 
 
-def _forward(inputs: CallInputs) -> ForwardResult:
-    """The call without gradients."""
-    if inputs.q.is_cuda:
-        return imported("ops.pipeline").forward(inputs)          # not at the top: a CPU user needs no kernel machinery
-    return fallback.forward(inputs)
+def _forward(inputs: CallInputs, *, before_a_backward: bool = False) -> ForwardResult:
+    """The call without autograd. before_a_backward: sequences are split as that will want them."""
+    if not inputs.q.is_cuda:
+        return fallback.forward(inputs)
+    # Not imported at the top: a CPU user needs no kernel machinery.
+    split = imported("ops.backward").split_to_share(inputs) if before_a_backward else None
+    return imported("ops.pipeline").forward(inputs, split=split)
 
 
 def _warn_slow_gradients() -> None:

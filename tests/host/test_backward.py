@@ -472,6 +472,9 @@ def test_the_forward_is_told_the_segments_of_the_gradients_without_compiling_the
     with select.override(split=2):
         assert backward.split_to_share(inputs) is None
     assert backward.split_to_share(call(K=96)) is None
+    known = set(backward._ready)
+    assert backward.split_to_share(call(lengths=(0,))) is None
+    assert set(backward._ready) == known                       # nothing is chosen where nothing is computed
 
 
 def test_a_strategy_may_be_forced_without_a_say_in_the_forward(asked: list) -> None:
