@@ -35,8 +35,9 @@ from .tuning_records import Candidate, Entry, Hardware, Identity, Problem, Recor
 Match = Literal["measured", "interpolated", "typical", "none"]
 
 TIE = math.log(1.01)                     # entries that are closer than this take the record's order, which is the same everywhere
-BUCKETS_PER_OCTAVE = 4
-EDGE = 3 / (2 * BUCKETS_PER_OCTAVE)      # octaves by which bucket() can move a point that is inside, three coordinates together
+BUCKETS_PER_OCTAVE = 4                   # 4, 5, 6 and 7 times a power of two
+# Octaves by which bucket() can move a point that is inside: three coordinates together, each half of the widest step, 4 to 5.
+EDGE = 3 * math.log2(1 + 1 / BUCKETS_PER_OCTAVE) / 2
 
 logger = logging.getLogger("qla_jit")
 
@@ -214,7 +215,11 @@ def entry_rejection(entry: Entry, facts: CallFacts, arch: Arch, *, op: str = FOR
 
 
 def bucket(extents: Extents) -> Extents:
-    """Extents that stand for all similar ones, so that a choice can be looked up instead of made: four to an octave."""
+    """Extents that stand for all similar ones, so that a choice can be looked up instead of made: four to an octave.
+
+    At 4, 5, 6 and 7 times powers of two, where the lengths are that people choose. Cost models count segments, and 96 chunks are
+    three of 32; as 91, beside 32 others of 128, they were taken for five in all, not four, and calls were up to 1.29 times as slow.
+    """
     return _bucket(extents.chunks, extents.longest, extents.sequences)
 
 
@@ -456,7 +461,9 @@ def _packed_extents(starts: tuple[int, ...], C: int) -> Extents:
 def _rounded(value: int) -> int:
     if value <= 2 * BUCKETS_PER_OCTAVE:
         return value                     # steps of an eighth and more are kept
-    return round(2 ** (round(BUCKETS_PER_OCTAVE * math.log2(value)) / BUCKETS_PER_OCTAVE))
+    step = 2 ** (value.bit_length() - 1) // BUCKETS_PER_OCTAVE
+    below = value // step * step
+    return below if value * value < below * (below + step) else below + step      # the nearer one by ratio
 
 
 def _tell_untuned(op: str, facts: CallFacts, extents: Extents | None, hardware: Hardware) -> None:

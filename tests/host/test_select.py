@@ -381,6 +381,12 @@ def test_a_bucket_stands_for_sizes_within_an_eighth_of_it():
     assert len({select.bucket(sequence(chunks)) for chunks in range(256, 512)}) == 5
 
 
+@pytest.mark.parametrize("tokens", [1024 * count for count in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 64)])
+def test_lengths_that_people_choose_are_their_own_buckets(tokens):
+    there = Extents(chunks=2 * tokens // 64, longest=tokens // 64, sequences=2)
+    assert select.bucket(there) == there
+
+
 def test_a_bucket_of_a_size_inside_is_not_outside():
     save_user_records([records.record(points=one_sequence(33, 471))])
     assert {choose(select.bucket(sequence(chunks))).source for chunks in range(33, 472)} == {"user"}
