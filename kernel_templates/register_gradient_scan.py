@@ -68,7 +68,7 @@ from .macros.register_roles import (
     item_of,
     load,
     load_rows,
-    shapes_are_covered,
+    shapes_fill_tiles,
     signal,
     wait_free,
     wait_full,
@@ -525,6 +525,6 @@ TEMPLATE = Template(
     roles=roles,
     default_config=default_config,
     build=build,
-    constraints=(shapes_are_covered, transfers_are_of_segments),
+    constraints=(shapes_fill_tiles, transfers_are_of_segments),
     pass_configs={"tl.enable_fast_math": True, "tl.disable_thread_storage_sync": True},
 )

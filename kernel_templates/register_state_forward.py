@@ -56,6 +56,7 @@ from .macros.register_products import (
 from .macros.register_roles import (
     AUX,
     HALF,
+    KEYS,
     LOADERS,
     ROWS,
     STATE,
@@ -63,6 +64,7 @@ from .macros.register_roles import (
     Walk,
     allocate,
     allow_register_indices,
+    in_tiles,
     initial_state_tensor,
     item_of,
     load_keys,
@@ -110,13 +112,13 @@ def arguments(problem: Problem) -> tuple[str, ...]:
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
-    C, K, dtype = problem.C, problem.K, problem.dtype
+    C, dtype = problem.C, problem.dtype
     return (
-        Buffer("q", (C, K), dtype, config.key_stages),
-        Buffer("k", (C, K), dtype, config.key_stages),
+        Buffer("q", (C, KEYS), dtype, config.key_stages),
+        Buffer("k", (C, KEYS), dtype, config.key_stages),
         Buffer("v", (C, ROWS), dtype, 2),
         Buffer("Ab", (C, C), dtype, 2),
-        Buffer("X", (C, K), dtype, config.product_stages),
+        Buffer("X", (C, KEYS), dtype, config.product_stages),
         Buffer("P", (C, C), dtype, config.product_stages),
         Buffer("o", (C, HALF), dtype, 2),                # one for each state warpgroup
         Buffer("gates", (4, C), "float32", GATE_STAGES),
@@ -354,6 +356,7 @@ def build(problem: Problem, config: Config):
 
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
+    tiled = in_tiles(problem)
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
     places = T.dynamic("places")
     N = bounds - 1 if problem.packed else B
@@ -383,7 +386,7 @@ def build(problem: Problem, config: Config):
             wait_for_the_kernel_before()
             let_the_next_kernel_come()
             T.annotate_layout({tiles.v: make_swizzled_layout(tiles.v), tiles.o: make_swizzled_layout(tiles.o)})
-            walk = Walk(problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks)
+            walk = Walk(tiled, cu_seqlens, tokens, N, segments_before, tiled.V // ROWS, chunks_per_segment, block, blocks)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)

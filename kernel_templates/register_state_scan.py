@@ -55,7 +55,7 @@ from .macros.register_roles import (
     load_keys,
     load_values,
     read_initial_state,
-    shapes_are_covered,
+    shapes_fill_tiles,
     signal,
     wait_free,
     wait_full,
@@ -377,6 +377,6 @@ TEMPLATE = Template(
     roles=roles,
     default_config=default_config,
     build=build,
-    constraints=(shapes_are_covered,),
+    constraints=(shapes_fill_tiles,),
     pass_configs={"tl.enable_fast_math": True, "tl.disable_thread_storage_sync": True},
 )

@@ -33,6 +33,7 @@ from .macros.register_products import emit_x, load_transposed, values_minus_deca
 from .macros.register_roles import (
     AUX,
     HALF,
+    KEYS,
     LOADERS,
     ROWS,
     STATE,
@@ -40,6 +41,7 @@ from .macros.register_roles import (
     Walk,
     allocate,
     allow_register_indices,
+    in_tiles,
     item_of,
     load,
     shapes_are_covered,
@@ -81,12 +83,12 @@ def arguments(problem: Problem) -> tuple[str, ...]:
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
-    C, K, dtype = problem.C, problem.K, problem.dtype
+    C, dtype = problem.C, problem.dtype
     return (
-        Buffer("k", (C, K), dtype, config.key_stages),
+        Buffer("k", (C, KEYS), dtype, config.key_stages),
         Buffer("v", (C, ROWS), dtype, 2),
         Buffer("Ab", (C, C), dtype, 2),
-        Buffer("X", (C, K), dtype, config.product_stages),
+        Buffer("X", (C, KEYS), dtype, config.product_stages),
         Buffer("gates", (4, C), "float32", GATE_STAGES),
         Buffer("state_scale", (2,), "float32", GATE_STAGES),
     )
@@ -292,6 +294,7 @@ def build(problem: Problem, config: Config):
 
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
+    tiled = in_tiles(problem)
     B, tokens, slots, bounds, places = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds", "places"))
     N = bounds - 1 if problem.packed else B
 
@@ -306,7 +309,7 @@ def build(problem: Problem, config: Config):
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
         segments_before: T.Tensor((N + 1,), "int32"),
         warm_chunks: T.Tensor((places, HV), "int32"),
-        transfers: T.Tensor((places, HV, V + K, K), "float32"),
+        transfers: T.Tensor((places, HV, tiled.V + KEYS, KEYS), "float32"),
         chunks_per_segment: T.int32,
         blocks: T.int32,
     ):
@@ -316,7 +319,7 @@ def build(problem: Problem, config: Config):
             wait_for_the_kernel_before()
             let_the_next_kernel_come()
             T.annotate_layout({tiles.v: make_swizzled_layout(tiles.v)})
-            walk = Walk(problem, cu_seqlens, tokens, N, segments_before, V // ROWS + 1, chunks_per_segment, block, blocks)
+            walk = Walk(tiled, cu_seqlens, tokens, N, segments_before, tiled.V // ROWS + 1, chunks_per_segment, block, blocks)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)

@@ -12,6 +12,7 @@ from .arch import Arch
 from .contract import Buffer, Role, Template, block_divides_values, knob
 from .language import T
 from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
+from .macros.register_roles import KEYS, in_tiles, state_fits_tiles
 from .macros.segments import first_place
 from .macros.sequences import sequence_bounds
 from .macros.states import read_transposed_state, state_block, state_shape
@@ -42,16 +43,15 @@ def arguments(problem: Problem) -> tuple[str, ...]:
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
-    K = problem.K
     return (
-        Buffer("M", (K, K), "float32", config.stages),
-        Buffer("N", (config.block_v, K), "float32", config.stages),
-        Buffer("state_tile", (config.block_v, K), "float32"),
+        Buffer("M", (KEYS, KEYS), "float32", config.stages),
+        Buffer("N", (config.block_v, KEYS), "float32", config.stages),
+        Buffer("state_tile", (config.block_v, KEYS), "float32"),
     )
 
 
 def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
-    return (Role("all", THREADS, registers=2 * config.block_v * problem.K // THREADS + 64),)
+    return (Role("all", THREADS, registers=2 * config.block_v * KEYS // THREADS + 64),)
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
@@ -59,7 +59,8 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 
 
 def build(problem: Problem, config: Config):
-    HV, K, V, C, block_v = problem.HV, problem.K, problem.V, problem.C, config.block_v
+    HV, C, block_v, tiled = problem.HV, problem.C, config.block_v, in_tiles(problem)
+    K, V = tiled.K, tiled.V
     places, bounds, batch = (T.dynamic(name) for name in ("places", "bounds", "batch"))
     N = bounds - 1 if problem.packed else batch
 
@@ -80,12 +81,12 @@ def build(problem: Problem, config: Config):
             product = T.alloc_fragment((block_v, K), "float32")
             wait_for_the_kernel_before()
             let_the_next_kernel_come()
-            n, head, first_v = state_block(block, problem, block_v)
+            n, head, first_v = state_block(block, tiled, block_v)
             _row, _first, length, _slot = sequence_bounds(problem.packed, cu_seqlens, tokens, n, C)
             place = first_place(problem.packed, cu_seqlens, tokens, n, C, chunks_per_segment)
             T.clear(state)
             if problem.initial_state_dtype is not None:
-                read_transposed_state(problem, initial_state, n, head, first_v, state)
+                read_transposed_state(tiled, initial_state, n, head, first_v, state)
             T.copy(state, states[place, head, first_v : first_v + block_v, 0:K])
             boundaries = T.max(T.ceildiv(T.ceildiv(length, C), chunks_per_segment), 1) - 1
             for s in T.Pipelined(boundaries, num_stages=config.stages):
@@ -115,5 +116,5 @@ TEMPLATE = Template(
     roles=roles,
     default_config=default_config,
     build=build,
-    constraints=(block_divides_values,),
+    constraints=(block_divides_values, state_fits_tiles),
 )

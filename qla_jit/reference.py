@@ -88,7 +88,7 @@ def gated_delta_rule(
             beta = beta_from_logits(beta, allow_neg_eigval=allow_neg_eigval)
         if use_gate_in_kernel:
             g = gate(g, A_log.to(dtype), None if dt_bias is None else dt_bias.to(dtype))
-        g = g.clamp(min=RESET_GATE)
+        g = torch.where(g < RESET_GATE, RESET_GATE, g)       # a NaN stays one; not clamp(), whose gradient at the bound varies
 
         B, T, H, K = q.shape
         HV, V = v.shape[2:]

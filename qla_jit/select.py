@@ -218,7 +218,7 @@ def bucket(extents: Extents) -> Extents:
     """Extents that stand for all similar ones, so that a choice can be looked up instead of made: four to an octave.
 
     At 4, 5, 6 and 7 times powers of two, where the lengths are that people choose. Cost models count segments, and 96 chunks are
-    three of 32; as 91, beside 32 others of 128, they were taken for five in all, not four, and calls were up to 1.29 times as slow.
+    three of 32; as 91, beside 32 others, they made five segments of four, and calls took up to 1.29 times as long.
     """
     return _bucket(extents.chunks, extents.longest, extents.sequences)
 

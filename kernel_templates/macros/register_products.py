@@ -2,7 +2,7 @@
 
 from ..language import T, macro
 from .register_gates import GAMMA
-from .register_roles import HALF, ROWS
+from .register_roles import HALF, ROWS, WARP
 from .register_tiles import from_registers, to_registers
 
 
@@ -66,9 +66,15 @@ def emit_values(tiles, name, half, parity, accumulator, registers, lane_offset):
     store_transposed(registers, getattr(tiles, name), half, lane_offset)
 
 
-def token_stride(problem):
-    """Elements from one token to the next in memory, of V and its kin."""
-    return problem.HV * problem.V
+def token_stride(values):
+    """Elements from one token to the next, of V and its kin in memory."""
+    return T.int64(int(values.shape[2]) * int(values.shape[3]))
+
+
+def is_inside_values(values, column):
+    """Whether V or its kin have the 64 columns from this one on: True where tiles fill them, else an expression."""
+    V = int(values.shape[3])
+    return True if V % ROWS == 0 else column < V
 
 
 @macro
@@ -81,10 +87,10 @@ def start_rows_store(tile, half, walk, item, j, target):
     column = item.part * ROWS + half * HALF
     if item.length - j * C >= C:
         T.tma_copy(tile[half, :, :], target[item.row, start : start + C, item.head, column : column + HALF])
-    else:
+    elif is_inside_values(target, column):
         T.call_extern(
             "handle", "qla_store_first_rows", T.access_ptr(tile[half, 0, 0], "r", 1),
-            T.address_of(target[item.row, start, item.head, column]), T.int64(token_stride(walk.problem)), item.length - j * C,
+            T.address_of(target[item.row, start, item.head, column]), token_stride(target), item.length - j * C,
         )  # fmt: skip
 
 
@@ -94,7 +100,14 @@ def zero_behind(walk, item, target):
     problem, end = walk.problem, item.first + item.length
     if problem.packed:
         if item.n == walk.N - 1 and item.segment == item.last and end < walk.tokens:
-            T.call_extern(
-                "handle", "qla_zero_first_rows", T.address_of(target[0, end, item.head, item.part * ROWS]),
-                T.int64(token_stride(problem)), walk.tokens - end,
-            )  # fmt: skip
+            first, lane, V = item.part * ROWS, T.get_thread_binding() % WARP, int(target.shape[3])
+            if V % ROWS == 0:
+                T.call_extern(
+                    "handle", "qla_zero_first_rows", T.address_of(target[0, end, item.head, first]), token_stride(target),
+                    walk.tokens - end,
+                )  # fmt: skip
+            else:
+                for token in T.serial(walk.tokens - end):
+                    for turn in T.unroll(ROWS // WARP):
+                        if first + turn * WARP + lane < V:
+                            target[0, end + token, item.head, first + turn * WARP + lane] = T.cast(0.0, problem.dtype)

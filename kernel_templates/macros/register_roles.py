@@ -5,7 +5,7 @@ state's rows. Every role walks through the same list on its own; barriers say wh
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..arch import Arch
@@ -16,6 +16,7 @@ from .sequences import sequence_bounds
 from .states import read_transposed_state, state_shape
 
 ROWS = 128                               # rows of the transposed state in an item, 64 for each state warpgroup
+KEYS = 128                               # its columns, and those of the tiles of Q and K
 HALF = 64                                # columns of one swizzled shared tile
 WARP = 32
 
@@ -24,9 +25,35 @@ WARP = 32
 STATE, AUX, LOADERS = Role("state", 256, 192), Role("aux", 128, 104), Role("loaders", 128, 24)
 
 
+def parts_of(V: int) -> int:
+    """Items of a sequence, or of a segment, for each value head."""
+    return -(-V // ROWS)
+
+
+def in_tiles(problem: Any) -> Any:
+    """The problem with K and V as tiles have them: bulk copies fill them up with zeros, and store nothing that is not there."""
+    return replace(problem, K=KEYS, V=parts_of(problem.V) * ROWS)
+
+
+def shapes_fill_tiles(problem: Any, config: Any, arch: Arch) -> Rejection | None:
+    if problem.K != KEYS or problem.V % ROWS:
+        return Rejection(f"written for K={KEYS} and V a multiple of {ROWS}; got K={problem.K}, V={problem.V}")
+    return shapes_are_covered(problem, config, arch)
+
+
+def state_fits_tiles(problem: Any, config: Any, arch: Arch) -> Rejection | None:
+    if problem.K > KEYS or problem.K % 8 or problem.V % HALF:
+        return Rejection(
+            f"written for K of at most {KEYS}, a multiple of 8, and V a multiple of {HALF}; got K={problem.K}, V={problem.V}"
+        )
+    return None
+
+
 def shapes_are_covered(problem: Any, config: Any, arch: Arch) -> Rejection | None:
-    if problem.C != 64 or problem.K != ROWS or problem.V % ROWS:
-        return Rejection(f"written for C=64, K={ROWS}, V a multiple of {ROWS}; got C={problem.C}, K={problem.K}, V={problem.V}")
+    if (refused := state_fits_tiles(problem, config, arch)) is not None:
+        return refused
+    if problem.C != 64:
+        return Rejection(f"written for C=64; got C={problem.C}")
     if problem.dtype != "bfloat16":
         return Rejection(f"written for bfloat16, whose range the rescaled state needs; got {problem.dtype}")
     return None
@@ -201,9 +228,9 @@ def load_values(config, walk, tiles, v, q=None):
 
 
 def initial_state_tensor(problem, N, places):
-    """The states that scans begin with: of segments, or of sequences."""
+    """The states that scans begin with: of segments, in whole tiles, or of sequences."""
     if problem.split:
-        return T.Tensor((places, problem.HV, problem.V, problem.K), "float32")
+        return T.Tensor((places, problem.HV, in_tiles(problem).V, KEYS), "float32")
     return T.Tensor(state_shape(problem, N), problem.initial_state_dtype or "float32")
 
 

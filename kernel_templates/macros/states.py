@@ -37,20 +37,31 @@ def write_state(problem, n, head, first_v, state, target):
                 target[n, head, i, first_v + j] = state[i, j]
 
 
+def is_inside(problem, memory, v, key):
+    """Whether a state in memory has this element: True if it is as large as the problem's, which may count in whole tiles."""
+    rows, columns = (int(size) for size in memory.shape[2:])
+    V, K = (rows, columns) if problem.state_v_first else (columns, rows)
+    return True if (problem.V, problem.K) == (V, K) else (v < V) & (key < K)
+
+
 @macro
 def read_transposed_state(problem, source, n, head, first_v, state):
-    # S transposed, values by keys
+    # S transposed, values by keys; zeros where the problem's state is larger than that in memory
     for a, b in T.Parallel(*state.shape):
-        if problem.state_v_first:
-            state[a, b] = T.cast(source[n, head, first_v + a, b], "float32")
+        if is_inside(problem, source, first_v + a, b):
+            if problem.state_v_first:
+                state[a, b] = T.cast(source[n, head, first_v + a, b], "float32")
+            else:
+                state[a, b] = T.cast(source[n, head, b, first_v + a], "float32")
         else:
-            state[a, b] = T.cast(source[n, head, b, first_v + a], "float32")
+            state[a, b] = 0.0
 
 
 @macro
 def write_transposed_state(problem, n, head, first_v, state, target):
     for a, b in T.Parallel(*state.shape):
-        if problem.state_v_first:
-            target[n, head, first_v + a, b] = state[a, b]
-        else:
-            target[n, head, b, first_v + a] = state[a, b]
+        if is_inside(problem, target, first_v + a, b):
+            if problem.state_v_first:
+                target[n, head, first_v + a, b] = state[a, b]
+            else:
+                target[n, head, b, first_v + a] = state[a, b]

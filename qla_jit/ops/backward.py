@@ -15,7 +15,7 @@ from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
 from ..errors import UnsupportedError
-from ..kernel_templates.macros.register_roles import ROWS
+from ..kernel_templates.macros.register_roles import parts_of
 from ..reference import L2NORM_EPS
 from ..settings import settings
 from ..tuning_records import Hardware
@@ -325,7 +325,7 @@ class RegisterScans:
 
     @property
     def _items(self) -> int:
-        return self.places * self.inputs.facts.HV * (self.inputs.facts.V // ROWS)
+        return self.places * self.inputs.facts.HV * parts_of(self.inputs.facts.V)
 
     @property
     def _blocks(self) -> int:

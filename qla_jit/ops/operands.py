@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import UnsupportedError
-from ..kernel_templates.macros.register_roles import ROWS
+from ..kernel_templates.macros.register_roles import KEYS, ROWS, parts_of
 from ..kernel_templates.macros.segments import place_count
 from ..kernel_templates.macros.sequences import slot_count
 from ..reference import L2NORM_EPS
@@ -137,10 +137,10 @@ def _segment_transfers(
     Ab: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    HV, K, V, places = inputs.facts.HV, inputs.facts.K, inputs.facts.V, segments.places
-    transfers = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=inputs.facts.device)
+    HV, parts, places = inputs.facts.HV, parts_of(inputs.facts.V), segments.places
+    transfers = torch.empty(places, HV, parts * ROWS + KEYS, KEYS, dtype=torch.float32, device=inputs.facts.device)
     # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
-    items = places * HV * (V // ROWS + 1)
+    items = places * HV * (parts + 1)
     launch["segment_scan"](
         k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, segments.segments_before, segments.warm_chunks,
         transfers, segments.L, items,
@@ -149,9 +149,11 @@ def _segment_transfers(
 
 
 def states_of_segments(inputs: CallInputs, segments: Segments) -> torch.Tensor:
-    """Room for a state of each segment, or its gradient."""
+    """Room for a state of each segment, or its gradient, in whole tiles."""
     facts = inputs.facts
-    return torch.empty(segments.places, facts.HV, facts.V, facts.K, dtype=torch.float32, device=facts.device)
+    return torch.empty(
+        segments.places, facts.HV, parts_of(facts.V) * ROWS, KEYS, dtype=torch.float32, device=facts.device
+    )
 
 
 def warm_chunks_of(

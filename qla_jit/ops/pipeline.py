@@ -12,7 +12,7 @@ from .. import capture, kernel_cache, select
 from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
-from ..kernel_templates.macros.register_roles import ROWS
+from ..kernel_templates.macros.register_roles import parts_of
 from ..settings import settings
 from ..tuning_records import Hardware
 from .inputs import CallFacts, CallInputs
@@ -149,7 +149,7 @@ def _rest_of_forward(
     """o, and the final state where there is room for it."""
     o = torch.empty_like(v)
     scale = abs(inputs.scale)            # the kernel works with its logarithm
-    blocks = _blocks(inputs, places * inputs.facts.HV * (inputs.facts.V // ROWS))
+    blocks = _blocks(inputs, places * inputs.facts.HV * parts_of(inputs.facts.V))
     launch["register_state_forward"](
         q, k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, segments_before, initial_state, o,
         final_state, scale, math.log2(scale) if scale else -math.inf, chunks_per_segment, blocks,

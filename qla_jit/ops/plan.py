@@ -26,6 +26,7 @@ from ..kernel_templates import (
 )
 from ..kernel_templates.arch import Arch
 from ..kernel_templates.contract import Rejection, Template
+from ..kernel_templates.macros.register_roles import KEYS, ROWS, parts_of
 from .inputs import CallFacts
 from .splits import SEGMENTS, best_backward_split, best_split
 
@@ -321,12 +322,11 @@ def split_pays(facts: CallFacts, extents: Extents, sm_count: int, *, model: Cost
     if not facts.auto_cp or L is None:
         return False
     places = extents.chunks // L + extents.sequences
-    return 4 * places * facts.HV * (facts.V + facts.K) * facts.K <= TRANSFER_BYTES
+    return 4 * places * facts.HV * (parts_of(facts.V) * ROWS + KEYS) * KEYS <= TRANSFER_BYTES
 
 
 def _best_split(model: CostModel, facts: CallFacts, extents: Extents, sm_count: int) -> int | None:
-    rows = facts.HV * -(-facts.V // register_state_forward.ROWS)
-    return model(rows, extents.longest, extents.chunks, extents.sequences, sm_count)
+    return model(facts.HV * parts_of(facts.V), extents.longest, extents.chunks, extents.sequences, sm_count)
 
 
 def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[CallFacts, Arch], Rejection | None]:

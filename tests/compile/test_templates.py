@@ -89,9 +89,9 @@ GATES = dict(gate_dtype="float32", gate_in_kernel=True, has_dt_bias=True)
 UNTYPED = {name: value for name, value in CHUNKS.items() if name != "dtype"}
 
 
-def rest_of_forward(V: int = 128, **changes: Any) -> register_state_forward.Problem:
+def rest_of_forward(V: int = 128, K: int = 128, **changes: Any) -> register_state_forward.Problem:
     states = dict(initial_state_dtype="float32", has_final_state=True, state_v_first=False)
-    return register_state_forward.Problem(H=2, HV=6, K=128, V=V, **CHUNKS | GATES | states | changes)
+    return register_state_forward.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | GATES | states | changes)
 
 
 def states_again(V: int = 128, **changes: Any) -> register_state_scan.Problem:
@@ -104,13 +104,13 @@ def states_backwards(V: int = 128, **changes: Any) -> register_gradient_scan.Pro
     return register_gradient_scan.Problem(H=2, HV=6, K=128, V=V, **CHUNKS | GATES | states | changes)
 
 
-def segments(V: int = 128, **changes: Any) -> segment_scan.Problem:
-    return segment_scan.Problem(H=2, HV=6, K=128, V=V, **CHUNKS | GATES | changes)
+def segments(V: int = 128, K: int = 128, **changes: Any) -> segment_scan.Problem:
+    return segment_scan.Problem(H=2, HV=6, K=K, V=V, **CHUNKS | GATES | changes)
 
 
-def boundaries(V: int = 128, **changes: Any) -> segment_states.Problem:
+def boundaries(V: int = 128, K: int = 128, **changes: Any) -> segment_states.Problem:
     states = dict(initial_state_dtype="bfloat16", state_v_first=False)
-    return segment_states.Problem(HV=6, K=128, V=V, **UNTYPED | states | changes)
+    return segment_states.Problem(HV=6, K=K, V=V, **UNTYPED | states | changes)
 
 
 def boundaries_backwards(V: int = 128, **changes: Any) -> segment_state_gradients.Problem:
@@ -155,6 +155,7 @@ PROBLEMS: list[tuple[Template, Any, Arch]] = [
     (state_scan.TEMPLATE, scan(128, 128, initial_state_dtype="bfloat16", state_v_first=True, index_dtype="int64"), SM90A),
     (state_scan.TEMPLATE, scan(128, 128, initial_state_dtype=None, has_final_state=False), SM90A),
     (register_state_forward.TEMPLATE, rest_of_forward(V=256, packed=False, initial_state_dtype=None), SM90A),
+    (register_state_forward.TEMPLATE, rest_of_forward(K=64, V=64, state_v_first=True), SM90A),
     (segment_plan.TEMPLATE, segment_plan.Problem(HV=48, **UNTYPED | GATES), SM90A),
     (segment_plan.TEMPLATE, segment_plan.Problem(HV=48, **UNTYPED | GATES, backwards=True), SM90A),
     (segment_states.TEMPLATE, boundaries(V=256, packed=False, initial_state_dtype=None), SM90A),
@@ -175,8 +176,11 @@ COMPILED = [
     (chunk_output.TEMPLATE, output(256, 512)),
     (register_state_forward.TEMPLATE, rest_of_forward()),
     (register_state_forward.TEMPLATE, rest_of_forward(split=True, initial_state_dtype=None)),
+    (register_state_forward.TEMPLATE, rest_of_forward(K=96, V=192)),
     (segment_scan.TEMPLATE, segments()),
+    (segment_scan.TEMPLATE, segments(K=96, V=192)),
     (segment_states.TEMPLATE, boundaries()),
+    (segment_states.TEMPLATE, boundaries(K=96, V=192)),
     (state_gradient_scan.TEMPLATE, gradient_scan(128, 128)),
     (chunk_gradients.TEMPLATE, gradients(128, 128)),
     (chunk_gradients.TEMPLATE, gradients(128, 128, states_v_first=True)),
@@ -255,7 +259,7 @@ def test_ptxas_serialises_no_product_and_spills_little(
 
 def test_register_state_kernels_refuse_what_they_are_not_written_for() -> None:
     config = register_state_forward.default_config(rest_of_forward(), SM90A)
-    for changes in (dict(C=32), dict(dtype="float16"), dict(V=192)):
+    for changes in (dict(C=32), dict(dtype="float16"), dict(V=96), dict(K=192), dict(K=100)):
         problem = rest_of_forward(**changes)
         rejection = register_state_forward.TEMPLATE.rejection(problem, config, SM90A)
         assert rejection is not None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from qla_jit.device import GpuInfo
 from qla_jit.kernel_templates.arch import SM90A
@@ -15,6 +16,7 @@ from qla_jit.ops.inputs import CallInputs
 from qla_jit.reference import RESET_GATE, beta_from_logits, gate, l2norm
 
 H200 = GpuInfo("NVIDIA H200", SM90A, 132, 60 * 2**20)
+TILE = 128                               # rows and columns of a state between segments
 BETA_FLOOR = -40                         # float64 has room for a floor below what the bounds see
 
 
@@ -130,17 +132,18 @@ class Kernels:
                     added, kept = torch.zeros(K, V).double(), torch.eye(K).double()
                     added = self.state_behind(added, segment.chunks, h, key_head, k, v, A, g_sum)
                     kept = self.state_behind(kept, segment.chunks, h, key_head, k, no_values, A, g_sum)
-                    transfers[segment.place, h] = torch.cat([added.T, kept.T])
+                    transfers[segment.place, h] = torch.cat([self.in_tiles(added.T), self.in_tiles(kept.T)])
 
     def segment_states(self, transfers, warm_chunks, cu_seqlens, initial_state, states, chunks_per_segment, tokens, sequences):
         assert (warm_chunks == -1).all()
-        V = states.shape[2]
         for segment in self.segments(chunks_per_segment):
             for h, _ in self.heads:
                 if segment.is_first:
-                    states[segment.place, h] = 0 if initial_state is None else self.k_first(initial_state[segment.sequence, h]).T
+                    states[segment.place, h] = 0
+                    if initial_state is not None:
+                        states[segment.place, h] = self.in_tiles(self.k_first(initial_state[segment.sequence, h]).T)
                 if not segment.is_last:
-                    added, kept = transfers[segment.place, h].split((V, len(transfers[0, 0]) - V))
+                    added, kept = transfers[segment.place, h].split(TILE)
                     states[segment.place + 1, h] = states[segment.place, h] @ kept + added
 
     def register_state_scan(
@@ -161,26 +164,26 @@ class Kernels:
         for segment in self.segments(chunks_per_segment):
             for h, key_head in self.heads:
                 if not segment.is_first:
-                    dS = torch.zeros(own_gradients.shape[2:]).double().T
+                    dS = torch.zeros(self.facts.K, self.facts.V).double()
                     if segment.is_last and final_state_gradient is not None:
                         dS = self.k_first(final_state_gradient[segment.sequence, h])
                     dS = self.gradient_in_front(dS, segment.chunks, h, key_head, q, k, do, A, g_sum, scale)
-                    own_gradients[segment.place, h] = dS.T
+                    own_gradients[segment.place, h] = self.in_tiles(dS.T)
 
     def segment_state_gradients(
         self, transfers, warm_chunks, cu_seqlens, final_state_gradient, own_gradients, gradients, chunks_per_segment, tokens,
         sequences,
     ):  # fmt: skip
         assert (warm_chunks == -1).all()
-        V = gradients.shape[2]
         for segment in reversed(list(self.segments(chunks_per_segment))):
             for h, _ in self.heads:
                 if segment.is_last:
-                    dht = final_state_gradient
-                    gradients[segment.place, h] = 0 if dht is None else self.k_first(dht[segment.sequence, h]).T
+                    gradients[segment.place, h] = 0
+                    if final_state_gradient is not None:
+                        gradients[segment.place, h] = self.in_tiles(self.k_first(final_state_gradient[segment.sequence, h]).T)
                 if not segment.is_first:
                     own = own_gradients[segment.place, h]
-                    kept = 0 if segment.is_last else gradients[segment.place, h] @ transfers[segment.place, h, V:].T
+                    kept = 0 if segment.is_last else gradients[segment.place, h] @ transfers[segment.place, h, TILE:].T
                     gradients[segment.place - 1, h] = own + kept
 
     def register_gradient_scan(
@@ -216,7 +219,7 @@ class Kernels:
             for h, key_head in self.heads:
                 S = torch.zeros(states.shape[2:]).double()
                 if initial_state is not None:
-                    S = self.k_first(initial_state[segment.place, h], v_first=L > 0)
+                    S = self.of_place(initial_state[segment.place, h]) if L else self.k_first(initial_state[segment.place, h])
                 self.state_behind(S, segment.chunks, h, key_head, k, v, A, g_sum, states, v_new)
 
     def state_behind(self, S, chunks, h, key_head, k, v, A, g_sum, states=None, v_new=None):
@@ -237,7 +240,8 @@ class Kernels:
             for h, key_head in self.heads:
                 dS = torch.zeros(state_gradients.shape[2:]).double()
                 if final_state_gradient is not None:
-                    dS = self.k_first(final_state_gradient[segment.place, h], v_first=L > 0)
+                    dS = final_state_gradient[segment.place, h]
+                    dS = self.of_place(dS) if L else self.k_first(dS)
                 dS = self.gradient_in_front(dS, segment.chunks, h, key_head, q, k, do, A, g_sum, scale, state_gradients, dv)
                 if initial_state_gradient is not None and segment.is_first:
                     initial_state_gradient[segment.sequence, h] = dS.T if self.facts.state_v_first else dS
@@ -298,8 +302,15 @@ class Kernels:
         g = g_sum[slot, h, : length(tokens)].double()
         return (g[:, None] - g).tril().exp().tril()
 
-    def k_first(self, state, *, v_first=False):
-        return (state.T if v_first or self.facts.state_v_first else state).double()
+    def k_first(self, state):
+        return (state.T if self.facts.state_v_first else state).double()
+
+    def in_tiles(self, state):
+        """A transposed state as segments have it: filled up to whole tiles."""
+        return F.pad(state, (0, TILE - state.shape[1], 0, TILE - state.shape[0]))
+
+    def of_place(self, state):
+        return state[: self.facts.V, : self.facts.K].T.double()
 
 
 def chunk_tokens(starts: Sequence[int], slots: int, C: int) -> list[tuple[int, int]]:

@@ -115,8 +115,8 @@ def trace(
         recorder = Recorder(agent, sizes, block, [tiles.index(name) for name in rows_apart], read)
         with mock.patch.dict(vars(module.T), recorder.names(), clear=True), tilelang_replaced():
             kernel = module.build(described, chosen)
-            names = inspect.signature(kernel).parameters
-            kernel(**{name: scalars[name] if name in scalars else Global(tensors.get(name)) for name in names})
+            shapes = {name: parameter.annotation for name, parameter in inspect.signature(kernel).parameters.items()}
+            kernel(**{name: scalars.get(name, Global(tensors.get(name), shape)) for name, shape in shapes.items()})
         assert recorder.launches == ["wait", "come"], f"{agent.name} waits for the kernel before, then lets the next come"
         named = dict(zip(recorder.barriers, barrier_names(module, described, chosen), strict=True))
         found.events[agent.name] = [renamed(event, tiles, named) for event in recorder.events]
@@ -162,8 +162,9 @@ def tilelang_replaced() -> Iterator[None]:
 class Global:
     """A tensor in global memory: its elements, where they matter, else something to copy from or to."""
 
-    def __init__(self, element: Callable[..., Any] | None) -> None:
+    def __init__(self, element: Callable[..., Any] | None, shape: Sequence[int]) -> None:
         self.element = element
+        self.shape = shape
 
     def __getitem__(self, index: Any) -> Any:
         return self if self.element is None else self.element(*(index if isinstance(index, tuple) else (index,)))
@@ -242,7 +243,7 @@ class Recorder:
 
         return dict(
             macro=lambda function: function, prim_func=lambda function: function, dynamic=self.sizes.__getitem__,
-            Tensor=ignored, int32=int, int64=int, uint32=int, float32=float, Kernel=self.kernel, annotate_layout=ignored,
+            Tensor=lambda shape, dtype: shape, int32=int, int64=int, uint32=int, float32=float, Kernel=self.kernel, annotate_layout=ignored,
             set_max_nreg=ignored, get_thread_binding=lambda: self.agent.thread, GemmWarpPolicy=SimpleNamespace(FullRow=None),
             serial=lambda extent: range(int(extent)), unroll=range, Parallel=lambda *extents: (), clear=ignored,
             ceildiv=lambda a, b: -(-a // b), max=max, min=min, cast=lambda value, dtype: value,

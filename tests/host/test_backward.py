@@ -74,9 +74,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(backward, "gpu_info", lambda device: H200)
     monkeypatch.setitem(plan.BETA_FLOORS, torch.float64, BETA_FLOOR)
-    # The templates' tiles are wider than the head dims here: one block for each (sequence, value head).
-    for module in (backward, operands):
-        monkeypatch.setattr(module, "ROWS", BASE.V)
 
     def run(
         inputs: CallInputs,

@@ -33,7 +33,7 @@ def gradients_of(function, cotangent, *tensors):
 def log_decay(g, A_log=None, dt_bias=None):
     if A_log is not None:
         g = reference.gate(g, A_log, dt_bias)
-    return g.clamp(min=reference.RESET_GATE)
+    return torch.where(g < reference.RESET_GATE, reference.RESET_GATE, g)
 
 
 @pytest.mark.parametrize("gates", GATES)

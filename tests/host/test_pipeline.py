@@ -58,3 +58,16 @@ def test_segments_are_as_long_as_the_caller_says(launches: list) -> None:
             result = pipeline.forward(inputs, split=4)
         assert {values["chunks_per_segment"] for _, values in launches if "chunks_per_segment" in values} == lengths
         assert (result.segments and result.segments.segments.L) == (4 if strategy == "split" else None)
+
+
+def test_what_goes_between_segments_is_in_whole_tiles(launches: list) -> None:
+    case = Case(H=2, HV=2, K=96, V=192, lengths=(300, 700), dtype=torch.bfloat16)
+    with select.override("split", split=4):
+        pipeline.forward(check_inputs(**arguments(case)))
+    by_name = dict(launches)
+    scan, rest = by_name["segment_scan"], by_name["register_state_forward"]
+    places = scan["warm_chunks"].shape[0]
+    assert scan["transfers"].shape == (places, 2, 2 * 128 + 128, 128)
+    assert rest["initial_state"].shape == (places, 2, 2 * 128, 128)
+    assert (scan["blocks"], rest["blocks"]) == (places * 2 * 3, min(places * 2 * 2, 132))
+    assert rest["final_state"].shape == (2, 2, 96, 192)

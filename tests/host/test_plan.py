@@ -33,8 +33,10 @@ def test_every_strategy_has_a_launcher() -> None:
     [
         ({}, ["chunked", "fused", "split"]),
         ({"V": 256}, ["chunked", "fused", "split"]),
-        ({"V": 192}, ["chunked"]),
-        ({"K": 96}, ["chunked"]),
+        ({"K": 96, "V": 192}, ["chunked", "fused", "split"]),
+        ({"K": 64, "V": 64}, ["chunked", "fused", "split"]),
+        ({"V": 96}, ["chunked"]),
+        ({"K": 192}, ["chunked"]),
         ({"dtype": torch.float16}, ["chunked"]),
         ({"chunk_size": 32}, ["chunked"]),
     ],

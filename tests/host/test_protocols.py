@@ -28,6 +28,7 @@ GRADIENTS = dict(**DIMS, V=128, **GATES, has_final_state_gradient=True, has_init
 # name of the case: (template, problem, whether it goes by segments)
 KERNELS = {
     "forward": ("register_state_forward", FORWARD, False),
+    "forward-narrow": ("register_state_forward", FORWARD | dict(K=96, V=192), False),
     "forward-split": ("register_state_forward", FORWARD | dict(split=True, initial_state_dtype=None), True),
     "states": ("register_state_scan", STATES, False),
     "states-split": ("register_state_scan", STATES | dict(split=True, initial_state_dtype=None), True),
@@ -45,6 +46,7 @@ LENGTHS = [(640,), (70, 0, 64, 1, 450)]
 # What another wait implies, or somebody else's fence on the way: nothing is lost without it.
 IMPLIED = {
     "forward": {("warp 15", "fence", None)},
+    "forward-narrow": {("warp 15", "fence", None)},
     "forward-split": {("warp 15", "fence", None)},
     "states": {
         ("state 0", "fence", None), ("state 1", "fence", None), ("state 0", "wait", "s_free"), ("state 1", "wait", "s_free"),
