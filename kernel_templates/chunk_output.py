@@ -11,7 +11,7 @@ rows that are no token of the sequence are not stored. Tokens behind the last pa
 from dataclasses import dataclass
 
 from .arch import ARCHES, Arch
-from .contract import Buffer, Role, Template, block_divides_values, knob, warps_have_work
+from .contract import Buffer, Role, Template, block_divides_values, knob, pipeline_has_bulk_copies, warps_have_work
 from .language import T, macro
 from .macros.gates import LOG2E, decay_between
 from .macros.sequences import locate_chunk
@@ -33,6 +33,7 @@ class Problem:
 class Config:
     block_v: int = knob(32, 64, 96, 128, why="columns of O per block: more repeat Q K^T less, fewer fit more blocks on an SM")
     threads: int = knob(64, 128, 256, why="256 halve the accumulators per thread; a chunk of 16 has work for 64")
+    stages: int = knob(0, 1, 2, 3, why="columns of Q and K in flight; 0: no pipeline, for chips without bulk copies")
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
@@ -40,16 +41,21 @@ def arguments(problem: Problem) -> tuple[str, ...]:
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
-    C, K, dtype = problem.C, problem.K, problem.dtype
+    C, block_k, dtype, stages = problem.C, keys_at_a_time(problem), problem.dtype, max(config.stages, 1)
     return (
-        Buffer("q_tile", (C, K), dtype),
-        Buffer("k_tile", (C, K), dtype),
-        Buffer("state_tile", (K, config.block_v), dtype),
+        Buffer("q_tile", (C, block_k), dtype, stages),
+        Buffer("k_tile", (C, block_k), dtype, stages),
+        Buffer("state_tile", (block_k, config.block_v), dtype, stages),
         Buffer("v_new_tile", (C, config.block_v), dtype),
         Buffer("p_tile", (C, C), dtype),
         Buffer("o_tile", (C, config.block_v), dtype),
         Buffer("g_tile", (C,), "float32"),
     )
+
+
+def keys_at_a_time(problem: Problem) -> int:
+    """Columns of Q and K. With all 256 of them one block fits an SM and waits for each of its loads: 0.6 us a chunk of 128 values."""
+    return problem.K if problem.K <= 96 else 64
 
 
 def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
@@ -59,7 +65,9 @@ def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
 
 def default_config(problem: Problem, arch: Arch) -> Config:
     threads = 64 if problem.C == 16 else 128
-    return TEMPLATE.first_allowed(problem, arch, (Config(block_v, threads) for block_v in (128, 64, 96, 32)))
+    return TEMPLATE.first_allowed(
+        problem, arch, (Config(block_v, threads, stages) for stages in (2, 0) for block_v in (128, 64, 96, 32))
+    )
 
 
 @macro
@@ -73,7 +81,7 @@ def masked_scores(C, g_tile, scores, p_tile):
 
 def build(problem: Problem, config: Config):
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
-    block_v = config.block_v
+    block_k, block_v = keys_at_a_time(problem), config.block_v
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
 
     @T.prim_func
@@ -103,13 +111,17 @@ def build(problem: Problem, config: Config):
             first_v = value_block * block_v
 
             if valid > 0:
-                T.copy(q[row, start : start + C, key_head, 0:K], q_tile)
-                T.copy(states[slot, head, 0:K, first_v : first_v + block_v], state_tile)
-                T.copy(k[row, start : start + C, key_head, 0:K], k_tile)
                 T.copy(v_new[slot, head, 0:C, first_v : first_v + block_v], v_new_tile)
                 T.copy(g_sum[slot, head, 0:C], g_tile)
-                T.gemm(q_tile, state_tile, output, clear_accum=True)
-                T.gemm(q_tile, k_tile, scores, transpose_B=True, clear_accum=True)
+                T.clear(output)
+                T.clear(scores)
+                for part in T.Pipelined(K // block_k, num_stages=config.stages):
+                    first_k = part * block_k
+                    T.copy(q[row, start : start + C, key_head, first_k : first_k + block_k], q_tile)
+                    T.copy(states[slot, head, first_k : first_k + block_k, first_v : first_v + block_v], state_tile)
+                    T.copy(k[row, start : start + C, key_head, first_k : first_k + block_k], k_tile)
+                    T.gemm(q_tile, state_tile, output)
+                    T.gemm(q_tile, k_tile, scores, transpose_B=True)
                 for i, j in T.Parallel(C, block_v):
                     output[i, j] = output[i, j] * T.exp2(g_tile[i] * LOG2E)
                 masked_scores(C, g_tile, scores, p_tile)
@@ -142,6 +154,6 @@ TEMPLATE = Template(
     roles=roles,
     default_config=default_config,
     build=build,
-    constraints=(block_divides_values, warps_have_work),
+    constraints=(block_divides_values, warps_have_work, pipeline_has_bulk_copies),
     pass_configs={"tl.enable_fast_math": True},
 )
