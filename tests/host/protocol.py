@@ -243,9 +243,10 @@ class Recorder:
 
         return dict(
             macro=lambda function: function, prim_func=lambda function: function, dynamic=self.sizes.__getitem__,
-            Tensor=lambda shape, dtype: shape, int32=int, int64=int, uint32=int, float32=float, Kernel=self.kernel, annotate_layout=ignored,
-            set_max_nreg=ignored, get_thread_binding=lambda: self.agent.thread, GemmWarpPolicy=SimpleNamespace(FullRow=None),
-            serial=lambda extent: range(int(extent)), unroll=range, Parallel=lambda *extents: (), clear=ignored,
+            Tensor=lambda shape, dtype: shape, int32=int, int64=int, uint32=int, float32=float, Kernel=self.kernel,
+            annotate_layout=ignored, set_max_nreg=ignored, get_thread_binding=lambda: self.agent.thread,
+            GemmWarpPolicy=SimpleNamespace(FullRow=None), serial=lambda extent: range(int(extent)), unroll=range,
+            Parallel=lambda *extents: (), clear=ignored,
             ceildiv=lambda a, b: -(-a // b), max=max, min=min, cast=lambda value, dtype: value,
             if_then_else=lambda condition, yes, no: yes if condition else no, exp=ignored_value, exp2=ignored_value,
             log1p=ignored_value, alloc_var=lambda dtype: 0, alloc_local=Registers,
