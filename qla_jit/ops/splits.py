@@ -39,7 +39,8 @@ def whole_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
 def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> float:
     """Expected time with L chunks a segment."""
     turns = busiest_block(rows, longest, chunks, sequences, L, sm_count)
-    forward = chain_us(STEPS, rows * chunks, L * turns, sm_count) + ITEM * turns
+    steps = steps_of_segments(longest, chunks, sequences, L, turns)
+    forward = chain_us(STEPS, rows * chunks, steps, sm_count) + ITEM * turns
     others = rows * (segments_in_all(longest, chunks, sequences, L) - sequences)
     return forward + transfers_us(SCAN_STEP, SCAN_ITEM, 2, others, L, sm_count) + BOUNDARY * (longest / L) + SPLIT
 
@@ -58,7 +59,8 @@ def split_backward_us(
     shared: with what the forward found out about the segments.
     """
     turns = busiest_block(rows, longest, chunks, sequences, L, sm_count)
-    scans = sum(chain_us(table, rows * chunks, L * turns, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
+    steps = steps_of_segments(longest, chunks, sequences, L, turns)
+    scans = sum(chain_us(table, rows * chunks, steps, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
     # all but the last of each sequence, or all but the first
     others = rows * (segments_in_all(longest, chunks, sequences, L) - sequences)
     between = transfers_us(TRANSFER_STEP, TRANSFER_ITEM, 1, others, L, sm_count) + GRADIENT_BOUNDARY * (longest / L)
@@ -83,7 +85,12 @@ def busiest_block(rows: int, longest: int, chunks: int, sequences: int, L: int, 
     return -(-segments_in_all(longest, chunks, sequences, L) * rows // sm_count)
 
 
-def chain_us(table: tuple[tuple[float, float], ...], chunks: int, steps: int, sm_count: int) -> float:
+def steps_of_segments(longest: int, chunks: int, sequences: int, L: int, turns: int) -> float:
+    """Chunks of the block that works longest, if one of its segments is a whole one and the others are like the mean."""
+    return L + (turns - 1) * chunks / segments_in_all(longest, chunks, sequences, L)
+
+
+def chain_us(table: tuple[tuple[float, float], ...], chunks: int, steps: float, sm_count: int) -> float:
     """Time of a scan. chunks: of all items; steps: of the block that works longest."""
     share = min(chunks / (steps * sm_count), 1.0) if steps else 0.0
     return steps * next(step for limit, step in table if share <= limit)
