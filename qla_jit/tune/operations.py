@@ -21,10 +21,11 @@ from .search_space import Candidate
 # 1e-9 of terms near 1 that cancel, and what fp32 sums hold is all that can be asked for.
 NEGLIGIBLE = 1e-7
 
-# How much farther from the baseline's an error may be. On an H200 dg of 129 tokens was 7.8e-3 off by `chunked` and 10.0e-3 by
-# `registers`: it is summed over the tokens of a chunk, so its errors are as few as there are chunks and heads. Those of A_log and
-# dt_bias are as few as there are heads.
-SLACK = {"g": 1.2, "A_log": 2.0, "dt_bias": 2.0}
+# How much farther from the baseline's an error may be. dg is a small difference of sums over the tokens of a chunk, so its errors
+# are as few as there are chunks in heads that do not forget. With each rounding simulated in float64, for 400 draws of one such
+# head of 640 tokens, that by the roundings of `registers` was 0.95 times that by those of `chunked` as a root mean square, and
+# above 1.5 times in 13 % of the draws, 2.3 in 1 %. Those of A_log and dt_bias are as few as there are heads.
+SLACK = {"g": 2.0, "A_log": 2.0, "dt_bias": 2.0}
 
 
 @dataclass(frozen=True)
