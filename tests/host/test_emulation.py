@@ -24,6 +24,7 @@ from qla_jit.kernel_templates.macros.segments import place_count
 from qla_jit.kernel_templates.macros.sequences import slot_count
 
 H, HV, K, C = 1, 2, 128, 64
+TILE = 128                               # rows and columns of a state between segments
 SCALE = K**-0.5
 BLOCKS = 3                               # fewer than items: each goes on to the next ones
 GATE_WARP, LAST_WARP = 13, 15            # whose lanes go different ways; of the scans the first alone
@@ -43,6 +44,7 @@ class Run:
 
     gates: str = "mixed"
     L: int = 0                           # chunks per segment; 0 for whole sequences
+    K: int = K
     V: int = 128
     ends: bool = True                    # there is an initial state, and a gradient of the final one
     v_first: bool = False
@@ -69,9 +71,9 @@ class Scan:
     """The inputs of one run, and the formulas."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.V = run, run.V
+        self.run, self.K, self.V = run, run.K, run.V
         case = Case(
-            H=H, HV=HV, K=K, V=run.V, lengths=run.lengths, packed=run.packed, tail=TAIL * run.packed, gates="open",
+            H=H, HV=HV, K=run.K, V=run.V, lengths=run.lengths, packed=run.packed, tail=TAIL * run.packed, gates="open",
             initial_state=run.ends, state_v_first=run.v_first, dtype=torch.bfloat16,
         )  # fmt: skip
         self.call = call = arguments(case)
@@ -100,8 +102,8 @@ class Scan:
                 x[:, starts[NAN_SEQUENCE] : starts[NAN_SEQUENCE + 1]] = math.nan
                 x[:, starts[-1] :] = math.nan
         facts = SimpleNamespace(
-            chunk_size=C, varlen=run.packed, H=H, HV=HV, state_v_first=run.v_first, use_gate_in_kernel=run.in_kernel,
-            use_beta_sigmoid_in_kernel=False,
+            chunk_size=C, varlen=run.packed, H=H, HV=HV, K=run.K, V=run.V, state_v_first=run.v_first,
+            use_gate_in_kernel=run.in_kernel, use_beta_sigmoid_in_kernel=False,
         )  # fmt: skip
         self.kernels = Kernels(SimpleNamespace(facts=facts, cu_seqlens=self.cu_seqlens, B=self.B, T=self.T), "registers")
         Ab = torch.zeros(self.slots, HV, C, C, dtype=torch.float64)
@@ -111,9 +113,10 @@ class Scan:
     def launch(self, template: str, *arguments: Any, **problem: Any) -> None:
         module = importlib.import_module(f"qla_jit.kernel_templates.{template}")
         known = dict(
-            H=H, HV=HV, K=K, V=self.V, C=C, dtype="bfloat16", packed=self.run.packed, index_dtype="int32", gate_dtype="float32",
-            gate_in_kernel=self.run.in_kernel, has_dt_bias=self.run.in_kernel, state_v_first=self.run.v_first,
-            split=self.run.L > 0, initial_state_dtype="float32" if self.run.ends and not self.run.L else None, **problem,
+            H=H, HV=HV, K=self.K, V=self.V, C=C, dtype="bfloat16", packed=self.run.packed, index_dtype="int32",
+            gate_dtype="float32", gate_in_kernel=self.run.in_kernel, has_dt_bias=self.run.in_kernel,
+            state_v_first=self.run.v_first, split=self.run.L > 0,
+            initial_state_dtype="float32" if self.run.ends and not self.run.L else None, **problem,
         )  # fmt: skip
         names = {field.name for field in dataclasses.fields(module.Problem)}
         problem = {name: value for name, value in known.items() if name in names}
@@ -150,7 +153,7 @@ class Scan:
 
     def nan_states(self) -> torch.Tensor:
         """Of sequences."""
-        return self.nan(self.N, HV, *((self.V, K) if self.run.v_first else (K, self.V)), dtype=torch.float32)
+        return self.nan(self.N, HV, *((self.V, self.K) if self.run.v_first else (self.K, self.V)), dtype=torch.float32)
 
     @cached_property
     def gated(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +163,7 @@ class Scan:
     @cached_property
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The state in front of each chunk, transposed, and V_new, in float64."""
-        states, v_new = self.nan(self.slots, HV, self.V, K).double(), self.nan(self.slots, HV, C, self.V).double()
+        states, v_new = self.nan(self.slots, HV, self.V, self.K).double(), self.nan(self.slots, HV, C, self.V).double()
         g_sum, A = self.gated
         self.kernels.state_scan(self.k.double(), self.v.double(), A, g_sum, None, self.h0, states.mT, v_new, None)
         return states, v_new
@@ -176,18 +179,18 @@ class Scan:
         return states, dv, dh0
 
     def ends_of_segments(self, of_chunks: torch.Tensor, of_sequences: torch.Tensor | None, chunk: int) -> torch.Tensor | None:
-        """What a scan begins with: that of sequences, or of segments that of their first or last chunk."""
+        """What a scan begins with: that of sequences, or of segments that of their first or last chunk, in whole tiles."""
         if not self.run.L:
             return of_sequences
-        found = self.nan(self.places, HV, self.V, K, dtype=torch.float32)
+        found = self.nan(self.places, HV, -(-self.V // TILE) * TILE, TILE, dtype=torch.float32)
         for segment in self.kernels.segments(self.run.L):
             for head in range(HV):
+                found[segment.place, head] = 0
+                state = found[segment.place, head, : self.V, : self.K]
                 if segment.chunks:
-                    found[segment.place, head] = of_chunks[segment.chunks[chunk][0], head]
-                elif of_sequences is None:
-                    found[segment.place, head] = 0
-                else:
-                    found[segment.place, head] = self.kernels.k_first(of_sequences[segment.sequence, head]).mT
+                    state.copy_(of_chunks[segment.chunks[chunk][0], head])
+                elif of_sequences is not None:
+                    state.copy_(self.kernels.k_first(of_sequences[segment.sequence, head]).mT)
         return found
 
     def warm_chunks(self, of_second_head: int) -> torch.Tensor:
@@ -236,15 +239,17 @@ SCANS = [
     Run(gates="reset", L=1),
     Run(L=2, config=FEW_STAGES),
 ]
+# Heads that do not fill tiles: half a part of the state's rows, two columns in three, half of both.
+NARROW = [Run(K=96, V=192), Run("open", K=64, V=64, L=1, v_first=True)]
 
 
-@pytest.mark.parametrize("run", SCANS, ids=str)
+@pytest.mark.parametrize("run", SCANS + NARROW, ids=str)
 def test_register_state_forward(run: Run) -> None:
-    scan = Scan(run)
+    scan, scale = Scan(run), run.K**-0.5
     o, final_state = torch.full_like(scan.v, math.nan), scan.nan_states()
     scan.launch(
-        "register_state_forward", scan.q, scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), o, final_state, SCALE,
-        math.log2(SCALE), run.L, BLOCKS, has_final_state=True,
+        "register_state_forward", scan.q, scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), o, final_state, scale,
+        math.log2(scale), run.L, BLOCKS, has_final_state=True,
     )  # fmt: skip
     expected_o, expected_state = oracle(scan.call, by_chunk=True)
     scan.check("tokens", 4.5e-3, o, expected_o)
@@ -310,25 +315,29 @@ def test_gradients_that_segments_add(run: Run, warm: int) -> None:
 
 
 @pytest.mark.parametrize("warm", [-1, 1], ids=lambda warm: f"warm{warm}")
-@pytest.mark.parametrize("run", SPLIT, ids=str)
+@pytest.mark.parametrize("run", [*SPLIT, Run(K=96, V=192, L=1)], ids=str)
 def test_segment_scan(run: Run, warm: int) -> None:
     """The second head forgets, if warm chunks are given."""
-    scan = Scan(run)
-    warm_chunks, transfers = scan.warm_chunks(warm), scan.nan(scan.places, HV, run.V + K, K, dtype=torch.float32)
+    scan, rows = Scan(run), -(-run.V // TILE) * TILE
+    warm_chunks, transfers = scan.warm_chunks(warm), scan.nan(scan.places, HV, rows + TILE, TILE, dtype=torch.float32)
     expected = torch.full_like(transfers, math.nan).double()
     k, v, (g_sum, A) = scan.k.double(), scan.v.double(), scan.gated
     for segment in scan.kernels.segments(run.L):
         for head in range(HV) if not segment.is_last else ():
             warm = warm_chunks[segment.place, head]
             chunks = segment.chunks[-warm:] if warm >= 0 else segment.chunks
-            added = scan.kernels.state_behind(torch.zeros(K, run.V).double(), chunks, head, 0, k, v, A, g_sum)
-            expected[segment.place, head, :run.V] = added.mT
+            added = scan.kernels.state_behind(torch.zeros(run.K, run.V).double(), chunks, head, 0, k, v, A, g_sum)
+            expected[segment.place, head, :rows] = 0
+            expected[segment.place, head, : run.V, : run.K] = added.mT
             if warm < 0:
-                kept = scan.kernels.state_behind(torch.eye(K).double(), chunks, head, 0, k, torch.zeros_like(v), A, g_sum)
-                expected[segment.place, head, run.V:] = kept.mT
+                no_values = torch.zeros(*v.shape[:3], run.K).double()
+                kept = scan.kernels.state_behind(torch.eye(run.K).double(), chunks, head, 0, k, no_values, A, g_sum)
+                expected[segment.place, head, rows:] = 0
+                expected[segment.place, head, rows : rows + run.K, : run.K] = kept.mT
     scan.launch("segment_scan", scan.k, scan.v, scan.Ab, *scan.gates, warm_chunks, transfers, run.L, BLOCKS)
-    for part in (slice(0, run.V), slice(run.V, run.V + K)):
-        check_places(transfers[:, :, part], expected[:, :, part], 3e-3)
+    # What M does to columns of keys that are not there does not matter: they are zero in every state.
+    for part, columns in ((slice(0, rows), TILE), (slice(rows, rows + run.K), run.K)):
+        check_places(transfers[:, :, part, :columns], expected[:, :, part, :columns], 3e-3)
 
 
 def check_places(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
