@@ -12,7 +12,8 @@ import emulation
 import numpy as np
 import pytest
 from cuda_text import DeviceHelpers
-from emulation import HELPERS, LANE_HELPERS
+from emulated_helpers import HELPERS, LANE_HELPERS
+from emulated_memory import Array, Pointer, rounded
 
 from qla_jit.kernel_templates import register_gradient_scan, warpgroup_gradients
 
@@ -34,7 +35,7 @@ DIAGONAL = np.where(LANE // 4 >= COLUMN, 0xFFFF, 0) + np.where(LANE // 4 > COLUM
 class Operand:
     """The same values for the twin, and as the CUDA text has them; and where in it an argument points."""
 
-    array: emulation.Array
+    array: Array
     memory: np.ndarray                   # float32, or bf16 as uint16
     order: np.ndarray                    # of each value, its place in `memory`
     index: tuple[Any, ...] = ()
@@ -48,8 +49,8 @@ class Operand:
         return self
 
     @property
-    def pointer(self) -> emulation.Pointer:
-        return emulation.Pointer(self.array[self.index])
+    def pointer(self) -> Pointer:
+        return Pointer(self.array[self.index])
 
     @property
     def address(self) -> np.ndarray:
@@ -81,8 +82,8 @@ class Memory:
         self.operands: list[Operand] = []
 
     def operand(self, kind: type[Operand], shape: tuple[int, ...], dtype: str, memory: np.ndarray, order: np.ndarray) -> Operand:
-        values = emulation.rounded(self.draw.standard_normal(shape, np.float32), dtype)
-        self.operands.append(kind(emulation.Array(self.block, values, dtype), memory, order))
+        values = rounded(self.draw.standard_normal(shape, np.float32), dtype)
+        self.operands.append(kind(Array(self.block, values, dtype), memory, order))
         return self.operands[-1]
 
     def registers(self, count: int, dtype: str = "float32") -> Operand:
@@ -188,7 +189,7 @@ def call_lanes(name: str, memory: Memory, exchanged: Registers, *others: Any) ->
 
 def of_lane(lane: int, x: Any, memory: Memory) -> Any:
     if isinstance(x, Registers):
-        return emulation.Pointer(emulation.Array(memory.block, x.array.values[lane : lane + 1], "float32")[0])
+        return Pointer(Array(memory.block, x.array.values[lane : lane + 1], "float32")[0])
     return x.pointer if isinstance(x, Operand) else x
 
 

@@ -18,6 +18,8 @@ import pytest
 import torch
 from backward_kernels import Kernels, chunk_tokens
 from cases import GATES, Case, arguments, oracle, relative_l2
+from emulated_helpers import HELPERS, LANE_HELPERS
+from emulated_memory import Pointer
 
 from qla_jit.kernel_templates.arch import SM90A
 from qla_jit.kernel_templates.macros.segments import place_count
@@ -404,7 +406,7 @@ FAULTS = [
 ]
 
 
-def moved(pointer: emulation.Pointer, columns: int) -> emulation.Pointer:
+def moved(pointer: Pointer, columns: int) -> Pointer:
     *rows, column = pointer.index
     pointer.index = (*rows, (column + columns) % pointer.array.shape[-1])
     return pointer
@@ -414,11 +416,11 @@ def moved(pointer: emulation.Pointer, columns: int) -> emulation.Pointer:
 def test_a_fault_is_seen(
     kernel: str, helper: str, argument: int, change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = emulation.HELPERS if helper in emulation.HELPERS else emulation.LANE_HELPERS
+    table = HELPERS if helper in HELPERS else LANE_HELPERS
     right = table[helper]
 
     def wrong(*args: Any) -> None:
-        at = argument + (table is emulation.LANE_HELPERS)
+        at = argument + (table is LANE_HELPERS)
         right(*args[:at], change(args[at]), *args[at + 1 :])
 
     monkeypatch.setitem(table, helper, wrong)
@@ -435,4 +437,4 @@ def test_an_accumulator_that_is_not_waited_for_is_seen(kernel: str, monkeypatch:
 
 
 def test_every_helper_has_a_twin() -> None:
-    assert {*emulation.HELPERS, *emulation.LANE_HELPERS} == {*protocol.HELPERS}
+    assert {*HELPERS, *LANE_HELPERS} == {*protocol.HELPERS}
