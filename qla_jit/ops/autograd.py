@@ -32,11 +32,11 @@ def differentiable_forward(inputs: CallInputs) -> ForwardResult:
 
 
 class _ChunkGatedDeltaRule(torch.autograd.Function):
-    """Keeps the inputs, and the inverses of the chunks: 2 C bytes a token and value head, half of v's at V = 128, which save the
-    backward chunk_inverse, 4 % of a dense one and more of a short one. Where both directions split sequences, the forward takes
-    the segments of the backward and keeps what it finds out about them, which saves the backward three kernels: 12 to 20 % of
-    one, for 3 * 64 KiB a segment and value head, 6 KiB a chunk in segments of 32. The states of chunks are computed again:
-    kept, they would be those of every layer at once, and twice v's bytes.
+    """Keeps the inputs, and what the backward takes of the forward: the inverses of the chunks, 2 C bytes a token and value head,
+    half of v's at V = 128, which save it chunk_inverse, 4 % of a dense one and more of a short one. Where both directions split
+    sequences, the forward takes the segments of the backward and keeps what it finds out about them, which saves the backward
+    three kernels: 12 to 20 % of one, for 3 * 64 KiB a segment and value head, 6 KiB a chunk in segments of 32. The states of
+    chunks are computed again: kept, they would be those of every layer at once, and twice v's bytes.
 
     What is kept beside the inputs is not among the saved tensors, which live until the backward returns: it is gone before its
     memory is at its highest. A second backward through the same graph computes it anew. Nobody else has it, so nobody changes it.
@@ -50,7 +50,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         inputs = dataclasses.replace(call, **dict(zip(_TENSORS, tensors, strict=True)))
         result = pipeline.forward(inputs, split=backward.split_to_share(inputs))
-        ctx.kept = FromForward() if _others_keep_what_is_saved() else FromForward(result.Ab, result.segments)
+        ctx.kept = FromForward() if _others_keep_what_is_saved() else backward.of_use(inputs, result)
         return result.o, result.final_state
 
     @staticmethod

@@ -37,7 +37,7 @@ from .operands import (
     with_float_parameters,
 )
 from .plan import Extents
-from .results import Gradients, Segments, SegmentStates
+from .results import ForwardResult, Gradients, Segments, SegmentStates
 
 WHOLE_SEQUENCES = 0                      # chunks per segment, to kernels that are built without segments
 
@@ -85,6 +85,18 @@ def split_to_share(inputs: CallInputs) -> int | None:
         return None
     _, chosen = _choice_for(inputs)
     return None if chosen is None else chosen.dispatch.split
+
+
+def of_use(inputs: CallInputs, result: ForwardResult) -> FromForward:
+    """What the gradients of a call will take of its forward. They may have to go another way than the outputs, as those of
+    narrow heads do, and what nobody takes would stay in memory until the backward."""
+    if result.Ab is None:                # nor segments
+        return FromForward()
+    _, chosen = _choice_for(inputs)
+    steps = () if chosen is None else chosen.dispatch.requests
+    return FromForward(
+        result.Ab if "chunk_inverse" in steps else None, result.segments if "segment_plan" in steps else None
+    )
 
 
 def _choice_for(inputs: CallInputs) -> tuple[_Key, Kernels | None]:

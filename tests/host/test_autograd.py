@@ -33,6 +33,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tens
 
     monkeypatch.setattr(pipeline, "forward", lambda inputs, split: fallback.forward(inputs))
     monkeypatch.setattr(backward, "split_to_share", lambda inputs: 2)
+    monkeypatch.setattr(backward, "of_use", lambda inputs, result: FromForward(result.Ab, result.segments))
     monkeypatch.setattr(backward, "backward", launched)
     return given
 

@@ -23,7 +23,7 @@ from qla_jit.models import models
 from qla_jit.ops import autograd, backward, fallback, operands, pipeline, plan
 from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
 from qla_jit.ops.kept import FromForward
-from qla_jit.ops.results import Gradients, Segments, SegmentStates
+from qla_jit.ops.results import ForwardResult, Gradients, Segments, SegmentStates
 from qla_jit.ops.splits import best_backward_split, split_backward_us, whole_backward_us
 from qla_jit.tuning_records import Problem, save_directory
 
@@ -472,6 +472,22 @@ def test_the_forward_is_told_the_segments_of_the_gradients_without_compiling_the
     known = set(backward._ready)
     assert backward.split_to_share(call(lengths=(0,))) is None
     assert set(backward._ready) == known                       # nothing is chosen where nothing is computed
+
+
+def test_of_a_forward_only_what_its_gradients_take_is_kept(asked: list) -> None:
+    Ab, segments = object(), object()
+
+    def kept_of(inputs: CallInputs, **made: object) -> tuple[bool, bool]:
+        kept = backward.of_use(inputs, ForwardResult(None, None, **made))
+        return kept.Ab.take() is Ab, kept.segments.take() is segments
+
+    assert kept_of(long_call(8, 512), Ab=Ab, segments=segments) == (True, True)
+    assert kept_of(call(), Ab=Ab) == (True, False)
+    with select.override(backward_strategy="registers"):
+        assert kept_of(long_call(8, 512), Ab=Ab, segments=segments) == (True, False)
+    assert kept_of(call(K=96, V=192), Ab=Ab, segments=segments) == (False, False)        # `chunked` solves with the gates
+    assert kept_of(call(lengths=(0,))) == (False, False)
+    assert asked == []
 
 
 def test_a_strategy_may_be_forced_without_a_say_in_the_forward(asked: list) -> None:
