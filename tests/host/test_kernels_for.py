@@ -53,7 +53,7 @@ def test_calls_of_about_the_same_size_share_a_choice(monkeypatch):
     for tokens in (64 * 100, 64 * 100 - 5, 64 * 101, 64 * 200):
         pipeline.kernels_for(call(tokens))
     pipeline.kernels_for(call(64 * 100, batches=2))
-    assert [(e.chunks, e.sequences) for e in chosen] == [(108, 1), (215, 1), (215, 2)]
+    assert [(e.chunks, e.sequences) for e in chosen] == [(96, 1), (192, 1), (192, 2)]
 
 
 def test_an_override_holds_for_its_block_only():
