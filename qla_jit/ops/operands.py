@@ -13,7 +13,7 @@ from ..kernel_templates.macros.register_roles import KEYS, ROWS, parts_of
 from ..kernel_templates.macros.segments import place_count
 from ..kernel_templates.macros.sequences import slot_count
 from ..reference import L2NORM_EPS
-from .inputs import CallInputs
+from .inputs import CallFacts, CallInputs
 from .results import Segments, SegmentStates
 
 INT32_MAX = 2**31 - 1
@@ -137,15 +137,20 @@ def _segment_transfers(
     Ab: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    HV, parts, places = inputs.facts.HV, parts_of(inputs.facts.V), segments.places
-    transfers = torch.empty(places, HV, parts * ROWS + KEYS, KEYS, dtype=torch.float32, device=inputs.facts.device)
+    facts, places = inputs.facts, segments.places
+    transfers = torch.empty(transfers_shape(facts, places), dtype=torch.float32, device=facts.device)
     # A block for every item: how long one takes is only known on the GPU, whose scheduler balances better than a stride would.
-    items = places * HV * (parts + 1)
+    items = places * facts.HV * (parts_of(facts.V) + 1)
     launch["segment_scan"](
         k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, segments.segments_before, segments.warm_chunks,
         transfers, segments.L, items,
     )  # fmt: skip
     return transfers
+
+
+def transfers_shape(facts: CallFacts, places: int) -> tuple[int, ...]:
+    """Of what segments do to the state, N and M, in whole tiles."""
+    return places, facts.HV, parts_of(facts.V) * ROWS + KEYS, KEYS
 
 
 def states_of_segments(inputs: CallInputs, segments: Segments) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,10 @@ from ..kernel_templates import (
 )
 from ..kernel_templates.arch import Arch
 from ..kernel_templates.contract import Rejection, Template
-from ..kernel_templates.macros.register_roles import KEYS, ROWS, parts_of
+from ..kernel_templates.macros.register_roles import parts_of
+from ..kernel_templates.macros.segments import place_count
 from .inputs import CallFacts
+from .operands import transfers_shape
 from .splits import SEGMENTS, best_backward_split, best_split
 
 # Those that a forward alone has no use for: a fifth of what its first call would import.
@@ -321,8 +324,8 @@ def split_pays(facts: CallFacts, extents: Extents, sm_count: int, *, model: Cost
     L = _best_split(model, facts, extents, sm_count)
     if not facts.auto_cp or L is None:
         return False
-    places = extents.chunks // L + extents.sequences
-    return 4 * places * facts.HV * (parts_of(facts.V) * ROWS + KEYS) * KEYS <= TRANSFER_BYTES
+    places = place_count(extents.chunks, extents.sequences, L)
+    return 4 * math.prod(transfers_shape(facts, places)) <= TRANSFER_BYTES
 
 
 def _best_split(model: CostModel, facts: CallFacts, extents: Extents, sm_count: int) -> int | None:

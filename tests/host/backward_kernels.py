@@ -307,7 +307,8 @@ class Kernels:
 
     def in_tiles(self, state):
         """A transposed state as segments have it: filled up to whole tiles."""
-        return F.pad(state, (0, TILE - state.shape[1], 0, TILE - state.shape[0]))
+        rows, columns = state.shape
+        return F.pad(state, (0, -columns % TILE, 0, -rows % TILE))
 
     def of_place(self, state):
         return state[: self.facts.V, : self.facts.K].T.double()

@@ -16,7 +16,7 @@ import emulation
 import protocol
 import pytest
 import torch
-from backward_kernels import Kernels, chunk_tokens
+from backward_kernels import TILE, Kernels, chunk_tokens
 from cases import GATES, Case, arguments, oracle, relative_l2
 from emulated_helpers import HELPERS, LANE_HELPERS
 from emulated_memory import Pointer
@@ -26,7 +26,6 @@ from qla_jit.kernel_templates.macros.segments import place_count
 from qla_jit.kernel_templates.macros.sequences import slot_count
 
 H, HV, K, C = 1, 2, 128, 64
-TILE = 128                               # rows and columns of a state between segments
 SCALE = K**-0.5
 BLOCKS = 3                               # fewer than items: each goes on to the next ones
 GATE_WARP, LAST_WARP = 13, 15            # whose lanes go different ways; of the scans the first alone
@@ -187,12 +186,13 @@ class Scan:
         found = self.nan(self.places, HV, -(-self.V // TILE) * TILE, TILE, dtype=torch.float32)
         for segment in self.kernels.segments(self.run.L):
             for head in range(HV):
-                found[segment.place, head] = 0
-                state = found[segment.place, head, : self.V, : self.K]
                 if segment.chunks:
-                    state.copy_(of_chunks[segment.chunks[chunk][0], head])
-                elif of_sequences is not None:
-                    state.copy_(self.kernels.k_first(of_sequences[segment.sequence, head]).mT)
+                    state = of_chunks[segment.chunks[chunk][0], head]
+                elif of_sequences is None:
+                    state = torch.zeros(self.V, self.K)
+                else:
+                    state = self.kernels.k_first(of_sequences[segment.sequence, head]).mT
+                found[segment.place, head] = self.kernels.in_tiles(state)
         return found
 
     def warm_chunks(self, of_second_head: int) -> torch.Tensor:
@@ -329,13 +329,11 @@ def test_segment_scan(run: Run, warm: int) -> None:
             warm = warm_chunks[segment.place, head]
             chunks = segment.chunks[-warm:] if warm >= 0 else segment.chunks
             added = scan.kernels.state_behind(torch.zeros(run.K, run.V).double(), chunks, head, 0, k, v, A, g_sum)
-            expected[segment.place, head, :rows] = 0
-            expected[segment.place, head, : run.V, : run.K] = added.mT
+            expected[segment.place, head, :rows] = scan.kernels.in_tiles(added.mT)
             if warm < 0:
                 no_values = torch.zeros(*v.shape[:3], run.K).double()
                 kept = scan.kernels.state_behind(torch.eye(run.K).double(), chunks, head, 0, k, no_values, A, g_sum)
-                expected[segment.place, head, rows:] = 0
-                expected[segment.place, head, rows : rows + run.K, : run.K] = kept.mT
+                expected[segment.place, head, rows:] = scan.kernels.in_tiles(kept.mT)
     scan.launch("segment_scan", scan.k, scan.v, scan.Ab, *scan.gates, warm_chunks, transfers, run.L, BLOCKS)
     # What M does to columns of keys that are not there does not matter: they are zero in every state.
     for part, columns in ((slice(0, rows), TILE), (slice(rows, rows + run.K), run.K)):
