@@ -19,6 +19,21 @@ H200 = GpuInfo("NVIDIA H200", SM90A, 132, 60 * 2**20)
 TILE = 128                               # rows and columns of a state between segments
 BETA_FLOOR = -40                         # float64 has room for a floor below what the bounds see
 
+# Of each strategy, in launch order: the scans, what comes behind them, and all.
+SCANS = {
+    "chunked": ("gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan"),
+    "registers": ("gate_cumsum", "chunk_inverse", "register_state_scan", "register_gradient_scan"),
+    "registers_split": (
+        "gate_cumsum", "chunk_inverse", "segment_plan", "segment_scan", "segment_states", "register_state_scan",
+        "segment_plan_backwards", "segment_gradient_scan", "segment_state_gradients", "register_gradient_scan",
+    ),
+}  # fmt: skip
+GRADIENTS = {                            # where V = 128
+    "chunked": "chunk_gradients", "registers": "warpgroup_gradients", "registers_split": "warpgroup_gradients"
+}  # fmt: skip
+STEPS = {strategy: ("l2norm", *scans, GRADIENTS[strategy], "l2norm_backward") for strategy, scans in SCANS.items()}
+OF_SEGMENTS = ("segment_plan", "segment_scan", "segment_states")
+
 
 def first_slots(inputs: CallInputs) -> list[int]:
     """For each sequence the slot of its first chunk."""
@@ -332,3 +347,12 @@ def decays(g_sum, slot, tokens, h):
     """gamma and gamma_L / gamma, [n, 1]."""
     g = g_sum[slot, h, : length(tokens)].double()[:, None]
     return g.exp(), (g[-1] - g).exp()
+
+
+def cotangents(inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of o and of the final state, float64."""
+    generator = torch.Generator().manual_seed(1)
+    do = torch.randn(inputs.v.shape, dtype=torch.float64, generator=generator)
+    facts = inputs.facts
+    dims = (facts.V, facts.K) if facts.state_v_first else (facts.K, facts.V)
+    return do, torch.randn(inputs.N, facts.HV, *dims, dtype=torch.float64, generator=generator)
