@@ -9,8 +9,6 @@ For every chunk slot and value head, over the tokens i of the chunk:
 Outputs are float32 and chunk-indexed, [slots, HV, C]: contiguous for whoever reads one chunk of one head. Behind the last
 token of a sequence g_sum keeps its last value and beta is 0, so that such tokens neither decay nor write.
 
-Kernels that walk over chunks may be told where each lies, instead of looking for its sequence.
-
 A backward divides by beta. For it, |beta| of a token is at least 2 ** beta_floor: a token that writes nothing then writes a
 share too small to be seen.
 """
@@ -37,7 +35,6 @@ class Problem:
     beta_sigmoid: bool
     negative_eigenvalues: bool
     beta_floor: int | None               # None: beta as it is
-    lists_chunks: bool = False           # also write down where each chunk lies, for packed sequences
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Config:
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
-    return ("g", "beta", "A_log", "dt_bias", "cu_seqlens", "g_sum", "beta_chunks", "chunk_tokens")
+    return ("g", "beta", "A_log", "dt_bias", "cu_seqlens", "g_sum", "beta_chunks")
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
@@ -84,17 +81,12 @@ def build(problem: Problem, config: Config):
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
         g_sum: T.Tensor((slots, HV, C), "float32"),
         beta_chunks: T.Tensor((slots, HV, C), "float32"),
-        chunk_tokens: T.Tensor((slots, 2), "int32"),             # first token and tokens, at most 0 without a chunk
     ):
         with T.Kernel(slots, T.ceildiv(HV, config.heads), threads=config.threads) as (slot, head_block):
             gates, strengths = (T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config))
             n, start, valid = locate_chunk(problem.packed, cu_seqlens, bounds - 1, tokens, slot, C)
             row = T.alloc_var("int32")
             row = 0 if problem.packed else n
-            if problem.lists_chunks:
-                if head_block == 0 and T.get_thread_binding() == 0:
-                    chunk_tokens[slot, 0] = start
-                    chunk_tokens[slot, 1] = valid
             if valid > 0:
                 for i, j in T.Parallel(C, config.heads):
                     h = head_block * config.heads + j

@@ -6,9 +6,12 @@ As state_gradient_scan. With G = Gamma o Ab, P = scale Gamma o lower(Q K^T), gam
     dW     = G^T dV_new                                 the gradient of V, [B, T, HV, V]
     dS     = gamma_L dS' - K^T (gamma o dW) + scale Q^T (gamma o dO)
 
-dS' of chunk j is kept as state_gradients[slot(j)], transposed: [slots, HV, V, K]. Two warpgroups hold dS transposed, as
+dS' of each chunk is kept, transposed: state_gradients is [rows, HV, V, K]. Two warpgroups hold dS transposed, as
 register_state_forward holds S, and rescale it as rarely. A third makes P and G one chunk ahead, single warps load, sum the
 gates and store. The last product does not wait for the others: dO and Q are there before the chunk begins.
+
+It goes through the chunks of a band (macros/bands.py), writes down in `listed` where they lie, and leaves the gradient in front
+of them as `carried` to the next band.
 
 With `split` every segment begins with the gradient of the state behind it, from segment_state_gradients. What that needs is found
 by a pass before, `transfers_only`: every segment but the first of a sequence begins with zero, the last one with the gradient of
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
+from .macros.bands import COLUMNS, BandWalk, band_item, list_chunk
 from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import (
     ERASE,
@@ -33,8 +37,8 @@ from .macros.register_gates import (
     load_first_column_factors,
     load_row_factors,
     load_state_scale,
-    prepare_gates,
     scale_state,
+    sum_gates,
 )
 from .macros.register_outputs import (
     PRELUDE,
@@ -106,7 +110,8 @@ class Config:
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "q", "k", "do", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "final_state_gradient",
-        "state_gradients", "dv", "initial_state_gradient", "warm_chunks", "scale", "log2_scale", "chunks_per_segment", "blocks",
+        "state_gradients", "dv", "initial_state_gradient", "warm_chunks", "listed", "carried",
+        "scale", "log2_scale", "chunks_per_segment", "bands", "band", "blocks",
     )  # fmt: skip
 
 
@@ -194,8 +199,6 @@ class WarmWalk(Walk):
 
     def chunks(self, item):
         every = super().chunks(item)
-        if not self.problem.transfers_only:
-            return every
         # Of a place without a segment nobody wrote warm_chunks: it has none anyway.
         warm = self.warm_chunks[item.place, item.head]
         # Nobody asks what the first segment adds to the gradient in front of it.
@@ -203,21 +206,50 @@ class WarmWalk(Walk):
 
 
 @macro
-def read_state(walk, item, final_state_gradient, state):
-    problem, first_v = walk.problem, item.part * ROWS
-    if problem.split and not problem.transfers_only:
-        T.copy(final_state_gradient[item.place, item.head, first_v : first_v + ROWS, 0 : problem.K], state)
+def locate(walk, step):
+    """An item of the block, and the row of its first chunk in the outputs."""
+    if walk.problem.transfers_only:
+        return item_of(walk, step), 0
     else:
-        T.clear(state)
-        if problem.has_final_state_gradient:
-            is_last = item.segment == item.last
-            reaches = is_last and walk.warm_chunks[item.place, item.head] < 0 if problem.transfers_only else is_last
-            if reaches:
-                read_transposed_state(problem, final_state_gradient, item.n, item.head, first_v, state)
+        item, row = band_item(walk, step)
+        return item, row
 
 
 @macro
-def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient):
+def read_state(walk, item, final_state_gradient, carried, state):
+    problem, first_v = walk.problem, item.part * ROWS
+    if problem.transfers_only:
+        T.clear(state)
+        if problem.has_final_state_gradient:
+            if item.segment == item.last:
+                if walk.warm_chunks[item.place, item.head] < 0:
+                    read_transposed_state(problem, final_state_gradient, item.n, item.head, first_v, state)
+    else:
+        if walk.band > 0:
+            T.copy(carried[item.place, item.head, first_v : first_v + ROWS, 0 : problem.K], state)
+        elif problem.split:
+            T.copy(final_state_gradient[item.place, item.head, first_v : first_v + ROWS, 0 : problem.K], state)
+        elif problem.has_final_state_gradient:
+            read_transposed_state(problem, final_state_gradient, item.n, item.head, first_v, state)
+        else:
+            T.clear(state)
+
+
+@macro
+def write_state(walk, item, state, carried, initial_state_gradient):
+    problem, first_v = walk.problem, item.part * ROWS
+    if problem.transfers_only:
+        T.copy(state, initial_state_gradient[item.place, item.head, first_v : first_v + ROWS, 0 : problem.K])
+    else:
+        if walk.band < walk.bands - 1:
+            T.copy(state, carried[item.place, item.head, first_v : first_v + ROWS, 0 : problem.K])
+        elif problem.has_initial_state:
+            if item.segment == 0:
+                write_transposed_state(problem, item.n, item.head, first_v, state, initial_state_gradient)
+
+
+@macro
+def hold_state(config, walk, tiles, thread, final_state_gradient, carried, initial_state_gradient):
     # dV_new = (gamma_L / gamma) o (K dS') + P^T dO;  dW = G^T dV_new
     # dS <- gamma_L dS' - K^T (gamma o dW) + scale Q^T (gamma o dO), all transposed
     problem, C, K = walk.problem, walk.problem.C, walk.problem.K
@@ -248,10 +280,10 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
     i = T.alloc_var("int32")             # chunks since the block began
     i = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item, _ = locate(walk, step)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
-        read_state(walk, item, final_state_gradient, state)
+        read_state(walk, item, final_state_gradient, carried, state)
         T.copy(state, operand)
         state_scale[1] = 1.0
         # No product may be in flight across the back edge: ptxas would serialise every wgmma of the kernel (C7514).
@@ -312,16 +344,10 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_
             T.copy(state, operand)
             signal(tiles.barriers, "k_free", config.key_stages, i)
             i = i + 1
-        if problem.transfers_only:
-            if chunks > 0:
-                scale_state(state, state_scale, 1)
-                first_v = item.part * ROWS
-                T.copy(state, initial_state_gradient[item.place, item.head, first_v : first_v + ROWS, 0:K])
-        elif problem.has_initial_state:
-            if item.segment == 0:
-                if chunks > 0:
-                    scale_state(state, state_scale, 1)
-                write_transposed_state(problem, item.n, item.head, item.part * ROWS, state, initial_state_gradient)
+        if chunks > 0:
+            scale_state(state, state_scale, 1)
+        if chunks > 0 or not problem.transfers_only:
+            write_state(walk, item, state, carried, initial_state_gradient)
 
 
 @macro
@@ -345,7 +371,7 @@ def make_products(config, walk, tiles, thread, log2_scale):
     total = T.alloc_var("int32")
     total = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item, _ = locate(walk, step)
         total = total + walk.chunks(item)
     for i in T.serial(total):
         stage = i % config.key_stages
@@ -371,6 +397,21 @@ def make_products(config, walk, tiles, thread, log2_scale):
 
 
 @macro
+def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias):
+    i = T.alloc_var("int32")
+    i = 0
+    for step in T.serial(walk.steps):
+        item, _ = locate(walk, step)
+        chunks = T.alloc_var("int32")
+        chunks = walk.chunks(item)
+        sum_gates(
+            walk.problem, item.row, item.first, item.first + item.length, chunks, item.head, lane, scale, g, A_log, dt_bias,
+            tiles, i, backwards=True,
+        )  # fmt: skip
+        i = i + chunks
+
+
+@macro
 def load_keys(config, walk, tiles, q, k):
     # K and Q of every chunk, the last first
     problem, C = walk.problem, walk.problem.C
@@ -379,7 +420,7 @@ def load_keys(config, walk, tiles, q, k):
     i = 0
     tails = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item, _ = locate(walk, step)
         key_head = item.head // (problem.HV // problem.H)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
@@ -408,7 +449,7 @@ def load_values(walk, tiles, do, Ab):
     i = 0
     tails = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item, _ = locate(walk, step)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
         for j in T.serial(chunks):
@@ -426,17 +467,18 @@ def load_values(walk, tiles, do, Ab):
 
 
 @macro
-def store_outputs(walk, tiles, state_gradients, dv):
-    # dS' and dW of each chunk, and zeros behind the last sequence. Copies are in flight into the next chunk.
+def store_outputs(walk, tiles, state_gradients, dv, listed):
+    # dS' and dW of each chunk, where it lies, and zeros behind the last sequence. Copies are in flight into the next chunk.
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item, row = locate(walk, step)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
         for j in T.serial(chunks):
             chunk = chunks - 1 - j
-            start_state_store(tiles, i, state_gradients, item.slot + chunk, item.head, item.part)
+            start_state_store(tiles, i, state_gradients, row + chunk, item.head, item.part)
+            list_chunk(listed, row + chunk, item, chunk, walk.problem.C)
             if i > 0:
                 T.tma_store_wait(STATE_COPIES)
                 free_states(tiles, i - 1)
@@ -446,7 +488,8 @@ def store_outputs(walk, tiles, state_gradients, dv):
                 T.barrier_wait(tiles.barriers["dw_full"][half], i % 2)
                 start_rows_store(tiles.dw, half, walk, item, chunk, dv)
             i = i + 1
-        zero_behind(walk, item, dv)
+        if walk.band == 0:               # an item ends where its sequence does
+            zero_behind(walk, item, dv)
     T.tma_store_wait(0)
 
 
@@ -456,7 +499,7 @@ def build(problem: Problem, config: Config):
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
-    places = T.dynamic("places")
+    places, rows, carried_places = (T.dynamic(name) for name in ("places", "rows", "carried_places"))
     N = bounds - 1 if problem.packed else B
     segment_shape = (places, HV, V, K)
     initial_shape = segment_shape if problem.transfers_only else state_shape(problem, N)
@@ -474,13 +517,17 @@ def build(problem: Problem, config: Config):
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before what is shaped by N, and may be absent
         segments_before: T.Tensor((N + 1,), "int32"),
         final_state_gradient: T.Tensor(final_shape, "float32"),
-        state_gradients: T.Tensor((slots, HV, V, K), dtype),
+        state_gradients: T.Tensor((rows, HV, V, K), dtype),
         dv: T.Tensor((B, tokens, HV, V), dtype),
         initial_state_gradient: T.Tensor(initial_shape, "float32"),
         warm_chunks: T.Tensor((places if problem.split else N, HV), "int32"),     # where transfers alone are made
+        listed: T.Tensor((rows, COLUMNS), "int32"),      # as the next one, not where transfers alone are made
+        carried: T.Tensor((carried_places, HV, V, K), "float32"),                # none of a single band
         scale: T.float32,
         log2_scale: T.float32,           # from the host: the loop would compute it anew for every chunk
         chunks_per_segment: T.int32,
+        bands: T.int32,
+        band: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
@@ -490,13 +537,12 @@ def build(problem: Problem, config: Config):
             let_the_next_kernel_come()
             swizzled = [tile for tile in (tiles.do, tiles.dw, tiles.s, tiles.Ab) if tile is not None]
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in swizzled})
-            walk = WarmWalk(
-                problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks, warm_chunks
-            )
+            items = (problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks)
+            walk = WarmWalk(*items, warm_chunks) if problem.transfers_only else BandWalk(*items, bands, band)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
-                hold_state(config, walk, tiles, thread, final_state_gradient, initial_state_gradient)
+                hold_state(config, walk, tiles, thread, final_state_gradient, carried, initial_state_gradient)
             elif thread < 384:
                 T.set_max_nreg(AUX.registers, 0)
                 make_products(config, walk, tiles, thread, log2_scale)
@@ -505,10 +551,10 @@ def build(problem: Problem, config: Config):
                 if thread < 416:
                     load_keys(config, walk, tiles, q, k)
                 elif thread < 448:
-                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias, backwards=True)
+                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias)
                 elif thread < 480:
                     if not problem.transfers_only:
-                        store_outputs(walk, tiles, state_gradients, dv)
+                        store_outputs(walk, tiles, state_gradients, dv, listed)
                 else:
                     load_values(walk, tiles, do, Ab)
 

@@ -3,11 +3,12 @@
 As register_state_forward without its output; with G = Gamma o Ab, gamma = exp(g) and X = (gamma_L / gamma) o (Ab^T K):
 
     W     = V - gamma o (K S)
-    V_new = G W                                         [slots, HV, C, V]
+    V_new = G W                                         [rows, HV, C, V]
     S'    = gamma_L S + X^T W
 
-S enters chunk j as states[slot(j)], transposed: [slots, HV, V, K]. The roles are those of register_state_forward: two warpgroups
-hold S transposed, a third makes X and G one chunk ahead, single warps load, sum the gates and store.
+S enters each chunk transposed: states is [rows, HV, V, K]. Both are kept for the chunks of a band (macros/bands.py), which is
+reached from the first chunk on. The roles are those of register_state_forward: two warpgroups hold S transposed, a third makes X
+and G one chunk ahead, single warps load, sum the gates and store.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
+from .macros.bands import COLUMNS, BandWalk, clear_list
 from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import (
     GAMMA,
@@ -47,7 +49,6 @@ from .macros.register_roles import (
     ROWS,
     STATE,
     WARP,
-    Walk,
     allocate,
     allow_register_indices,
     initial_state_tensor,
@@ -90,7 +91,7 @@ class Config:
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "initial_state", "states", "v_new",
-        "chunks_per_segment", "blocks",
+        "listed", "chunks_per_segment", "bands", "band", "blocks",
     )  # fmt: skip
 
 
@@ -152,6 +153,14 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
         **state_barriers(state // 2),
         "tail_landed": (warp, 2),                         # a ragged chunk's K and V, before their foreign rows are zeroed
     }
+
+
+@dataclass(frozen=True)
+class FromStart(BandWalk):
+    """A band is reached from the first chunk on."""
+
+    def chunks(self, item):
+        return self.high(item)
 
 
 @macro
@@ -274,12 +283,13 @@ def make_products(config, walk, tiles, thread):
 
 
 @macro
-def start_values_store(problem, tiles, i, slot, head, part, v_new):
+def start_values_store(problem, tiles, i, row, head, part, v_new, is_kept):
     for half in T.unroll(2):
         T.barrier_wait(tiles.barriers["v_new_full"][half], i % 2)
         T.fence_proxy_async()            # on the reader's side of the barrier: the writers would wait for it
         column = part * ROWS + half * HALF
-        T.tma_copy(tiles.v_new[half, :, :], v_new[slot, head, 0 : problem.C, column : column + HALF])
+        if is_kept:
+            T.tma_copy(tiles.v_new[half, :, :], v_new[row, head, 0 : problem.C, column : column + HALF])
 
 
 @macro
@@ -290,18 +300,22 @@ def free_values(tiles):
 
 @macro
 def store_outputs(walk, tiles, states, v_new):
-    # S before each chunk, V_new behind it. The copies of a chunk are in flight together, those of S into the next chunk.
+    # S before each chunk of the band, V_new behind it. The copies of a chunk are in flight together, those of S into the next.
     problem = walk.problem
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
         item = item_of(walk, step)
         chunks = T.alloc_var("int32")
+        low = T.alloc_var("int32")
+        row = T.alloc_var("int32")       # where that of chunk 0 would be
         chunks = walk.chunks(item)
+        low = walk.low(item)
+        row = walk.row(item) - low
         for j in T.serial(chunks):
             if j > 0:
-                start_values_store(problem, tiles, i - 1, item.slot + j - 1, item.head, item.part, v_new)
-            start_state_store(tiles, i, states, item.slot + j, item.head, item.part)
+                start_values_store(problem, tiles, i - 1, row + j - 1, item.head, item.part, v_new, j > low)
+            start_state_store(tiles, i, states, row + j, item.head, item.part, j >= low)
             T.tma_store_wait(STATE_COPIES)
             if j > 0:
                 free_values(tiles)
@@ -309,7 +323,7 @@ def store_outputs(walk, tiles, states, v_new):
                 free_states(tiles, i - 1)
             i = i + 1
         if chunks > 0:
-            start_values_store(problem, tiles, i - 1, item.slot + chunks - 1, item.head, item.part, v_new)
+            start_values_store(problem, tiles, i - 1, row + chunks - 1, item.head, item.part, v_new, chunks > low)
             T.tma_store_wait(0)
             free_values(tiles)
 
@@ -320,7 +334,7 @@ def build(problem: Problem, config: Config):
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
-    places = T.dynamic("places")
+    places, rows = T.dynamic("places"), T.dynamic("rows")
     N = bounds - 1 if problem.packed else B
 
     @T.prim_func
@@ -334,9 +348,12 @@ def build(problem: Problem, config: Config):
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
         segments_before: T.Tensor((N + 1,), "int32"),
         initial_state: initial_state_tensor(problem, N, places),
-        states: T.Tensor((slots, HV, V, K), dtype),
-        v_new: T.Tensor((slots, HV, C, V), dtype),
+        states: T.Tensor((rows, HV, V, K), dtype),
+        v_new: T.Tensor((rows, HV, C, V), dtype),
+        listed: T.Tensor((rows, COLUMNS), "int32"),      # cleared for register_gradient_scan
         chunks_per_segment: T.int32,
+        bands: T.int32,
+        band: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
@@ -345,7 +362,9 @@ def build(problem: Problem, config: Config):
             wait_for_the_kernel_before()
             let_the_next_kernel_come()
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (tiles.v, tiles.v_new, tiles.s)})
-            walk = Walk(problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks)
+            walk = FromStart(
+                problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks, bands, band
+            )
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
@@ -360,6 +379,7 @@ def build(problem: Problem, config: Config):
                 elif thread < 448:
                     prepare_gates(walk, tiles, thread - 416, 1.0, g, A_log, dt_bias)
                 elif thread < 480:
+                    clear_list(listed, rows, block, blocks)
                     store_outputs(walk, tiles, states, v_new)
                 else:
                     load_values(config, walk, tiles, v)

@@ -1,6 +1,6 @@
 """The gradients of queries, keys, gates and write strengths, chunk by chunk, with a warpgroup for each of their parts.
 
-As chunk_gradients, for K = V = 128 and chunks of 64, with S and dS' transposed [slots, HV, V, K]:
+As chunk_gradients, for K = V = 128 and chunks of 64, with S and dS' transposed [rows, HV, V, K]:
 
     scores     dP   = scale Gamma o lower(dO V_new^T)         dM = -Gamma o strictly_lower(dW V_new^T)
                the sums of Z = strictly_lower(dP o (Q K^T)) + dM o (K K^T) by row and column; the diagonal of dW V_new^T
@@ -9,7 +9,9 @@ As chunk_gradients, for K = V = 128 and chunks of 64, with S and dS' transposed 
     keys       dK_S = (gamma_L / gamma) o (V_new dS'^T)       dK_U = -gamma o (dW S^T)
                dK = dK_S + dK_U + dP^T Q + (dM + dM^T) K;     the rows of K o dK_S and K o dK_U
 
-Blocks are persistent and walk over (chunk, key head); the value heads of a key head follow one another and add up in registers.
+The chunks are those of a band (macros/bands.py): its rows are the items, times key heads, and `listed` says where they lie.
+
+Blocks are persistent and walk over (row, key head); the value heads of a key head follow one another and add up in registers.
 Three single warps load, one of them also the factors that g_sum gives; a fourth turns the sums into dg and dbeta. The
 warpgroups meet twice for a head: at dP and dM, and at the sums.
 
@@ -21,12 +23,12 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
+from .macros.bands import COLUMNS, ROW, SLOT, START, VALID
 from .macros.gates import LOG2E, RESET
 from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import load_column_factors, load_row_factors
 from .macros.register_roles import HALF, WARP, allocate, allow_register_indices, load, load_rows, signal, wait_free, wait_full
 from .macros.register_tiles import from_registers, row_lane_offset, to_registers
-from .macros.sequences import locate_chunk
 from .macros.warpgroup_sums import BY_COLUMN, BY_ROW, DIAGONAL, KEYS, KEYS_STATE, OVERLAP, PRELUDE, QUERIES
 
 DIM = 128                                # of keys and of values
@@ -38,9 +40,6 @@ RESETS_BELOW = RESET / 2 * LOG2E
 
 # Rows of the gates tile, over tokens: scale gamma for Q, gamma_L / gamma and -gamma for K, log2 gamma.
 READ, TO_END, ERASE, LOG_GAMMA = range(4)
-
-# Of the place tile: batch row, first token and tokens of the chunk.
-ROW, START, VALID = range(3)
 
 SCORES, QUERY_SUMS, KEY_SUMS = Role("scores", 128, 152), Role("queries", 128, 168), Role("keys", 128, 168)
 LOADERS = Role("loaders", 128, 24)
@@ -67,7 +66,7 @@ class Config:
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "q", "k", "v_new", "dv", "do", "states", "state_gradients", "g_sum", "beta_chunks", "cu_seqlens",
-        "chunk_tokens",
+        "listed",
         "dq", "dk", "dg", "dbeta", "scale", "blocks",
     )  # fmt: skip
 
@@ -86,7 +85,7 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
         Buffer("dm", (C, C), dtype),
         Buffer("gates", (4, C), "float32", GATE_STAGES),
         Buffer("sums", (10, C), "float32", SUM_STAGES),
-        Buffer("place", (3,), "int32", config.key_stages),
+        Buffer("place", (COLUMNS,), "int32", config.key_stages),
     )
 
 
@@ -160,39 +159,39 @@ class Walk:
 
     problem: object
     cu_seqlens: object
-    chunk_tokens: object                 # of packed sequences: first token and tokens of each slot
+    listed: object                       # slot, batch row, first token and tokens of the chunk of each row
     tokens: object
     N: object
-    slots: object
+    rows: object
     block: object
     blocks: object
 
     @property
     def steps(self):
-        return T.ceildiv(self.slots * self.problem.H - self.block, self.blocks)
+        return T.ceildiv(self.rows * self.problem.H - self.block, self.blocks)
 
     def item(self, step):
-        """(slot, key head)"""
+        """(row, key head)"""
         item = self.block + step * self.blocks
         return item // self.problem.H, item % self.problem.H
 
 
 @macro
 def chunk_of(walk, step):
-    """(batch row, first token, tokens) of an item; tokens is at most 0 for a slot without a chunk. For the warps that run ahead:
-    a search for the sequence took 4,000 of 20,000 cycles an item, and the table in memory 700."""
-    problem = walk.problem
-    slot = walk.item(step)[0]
+    """(slot, batch row, first token, tokens) of an item, no tokens for a row without a chunk. For the warps that run ahead: a
+    search for the sequence took 4,000 of 20,000 cycles an item, and a list in memory 700."""
+    listed = walk.listed
+    at = T.alloc_var("int32")
+    slot = T.alloc_var("int32")
     row = T.alloc_var("int32")
     start = T.alloc_var("int32")
     valid = T.alloc_var("int32")
-    if problem.packed:
-        row = 0
-        start = walk.chunk_tokens[slot, 0]
-        valid = walk.chunk_tokens[slot, 1]
-    else:
-        row, start, valid = locate_chunk(problem.packed, walk.cu_seqlens, walk.N, walk.tokens, slot, problem.C)
-    return row, start, valid
+    at = walk.item(step)[0]
+    slot = listed[at, SLOT]
+    row = listed[at, ROW]
+    start = listed[at, START]
+    valid = listed[at, VALID]
+    return slot, row, start, valid
 
 
 @macro
@@ -227,14 +226,15 @@ def store_gradient(walk, row, start, valid, key_head, total, registers, gradient
 
 
 @macro
-def zero_rest(walk, start, valid, key_head, gradient):
-    # behind the last sequence; what two chunks see of it both set to 0
+def zero_behind(walk, thread, gradient):
+    # the tokens behind the last sequence, which belong to nobody; the blocks take turns
     problem = walk.problem
     if problem.packed:
-        if valid < problem.C:
-            for a, b in T.Parallel(problem.C, DIM):
-                if a >= valid and start + a >= walk.cu_seqlens[walk.N] and start + a < walk.tokens:
-                    gradient[0, start + a, key_head, b] = T.cast(0.0, problem.dtype)
+        first = T.alloc_var("int32")
+        first = T.cast(walk.cu_seqlens[walk.N], "int32") + walk.block
+        for turn in T.serial(T.ceildiv(walk.tokens - first, walk.blocks)):
+            for key_head in T.serial(problem.H):
+                gradient[0, first + turn * walk.blocks, key_head, thread % DIM] = T.cast(0.0, problem.dtype)
 
 
 def store_scores(registers, tile, lane_offset, row_factor, column_factor, factor, strict, valid):
@@ -370,7 +370,7 @@ def query_gradients(config, walk, tiles, thread, dq):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        _slot, key_head = walk.item(step)
+        _at, key_head = walk.item(step)
         key_stage = step % config.key_stages
         row, start, valid = wait_keys(config, tiles, step)
         if valid > 0:
@@ -408,7 +408,7 @@ def query_gradients(config, walk, tiles, thread, dq):
         free_keys(config, tiles, step)
         if valid > 0:
             store_gradient(walk, row, start, valid, key_head, total, total_registers, dq)
-        zero_rest(walk, start, valid, key_head, dq)
+    zero_behind(walk, thread, dq)
 
 
 @macro
@@ -426,7 +426,7 @@ def key_gradients(config, walk, tiles, thread, dk):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        _slot, key_head = walk.item(step)
+        _at, key_head = walk.item(step)
         key_stage = step % config.key_stages
         row, start, valid = wait_keys(config, tiles, step)
         if valid > 0:
@@ -473,7 +473,7 @@ def key_gradients(config, walk, tiles, thread, dk):
         free_keys(config, tiles, step)
         if valid > 0:
             store_gradient(walk, row, start, valid, key_head, total, total_registers, dk)
-        zero_rest(walk, start, valid, key_head, dk)
+    zero_behind(walk, thread, dk)
 
 
 @macro
@@ -484,8 +484,8 @@ def load_keys(config, walk, tiles, q, k, do):
     h = 0
     tails = 0
     for step in T.serial(walk.steps):
-        _slot, key_head = walk.item(step)
-        row, start, valid = chunk_of(walk, step)
+        _at, key_head = walk.item(step)
+        _slot, row, start, valid = chunk_of(walk, step)
         key_stage = step % config.key_stages
         wait_free(tiles.barriers, "k", config.key_stages, step)
         tiles.place[key_stage, ROW] = row
@@ -517,13 +517,13 @@ def load_values_and_factors(config, walk, tiles, lane, v_new, dv, g_sum, scale):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        slot, key_head = walk.item(step)
-        row, start, valid = chunk_of(walk, step)
+        at, key_head = walk.item(step)
+        slot, row, start, valid = chunk_of(walk, step)
         if valid > 0:
             for member in T.serial(problem.HV // problem.H):
                 head = key_head * (problem.HV // problem.H) + member
                 stage = h % config.value_stages
-                load(tiles, "v_new", config.value_stages, h, v_new[slot, head, 0:C, 0:DIM], stage)
+                load(tiles, "v_new", config.value_stages, h, v_new[at, head, 0:C, 0:DIM], stage)
                 load(tiles, "dw", config.value_stages, h, dv[row, start : start + C, head, 0:DIM], stage)
                 for e in T.unroll(2):
                     sums[e] = g_sum[slot, head, lane + 32 * e] * LOG2E
@@ -544,13 +544,13 @@ def load_states(walk, tiles, states, state_gradients):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        slot, key_head = walk.item(step)
-        _row, _start, valid = chunk_of(walk, step)
+        at, key_head = walk.item(step)
+        _slot, _row, _start, valid = chunk_of(walk, step)
         if valid > 0:
             for member in T.serial(problem.HV // problem.H):
                 head = key_head * (problem.HV // problem.H) + member
-                load(tiles, "ds", 1, h, state_gradients[slot, head, 0:DIM, 0:DIM])
-                load(tiles, "s", 1, h, states[slot, head, 0:DIM, 0:DIM])
+                load(tiles, "ds", 1, h, state_gradients[at, head, 0:DIM, 0:DIM])
+                load(tiles, "s", 1, h, states[at, head, 0:DIM, 0:DIM])
                 h = h + 1
 
 
@@ -566,8 +566,8 @@ def finish_heads(walk, tiles, lane, g_sum, beta_chunks, dg, dbeta):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        slot, key_head = walk.item(step)
-        row, start, valid = chunk_of(walk, step)
+        _at, key_head = walk.item(step)
+        slot, row, start, valid = chunk_of(walk, step)
         if valid > 0:
             for member in T.serial(group):
                 head = key_head * group + member
@@ -592,35 +592,35 @@ def finish_heads(walk, tiles, lane, g_sum, beta_chunks, dg, dbeta):
                         )
                 signal(barriers, "sums_free", SUM_STAGES, h)
                 h = h + 1
-        if problem.packed:
-            if valid < C:
-                for e in T.unroll(2):
-                    token = start + lane + 32 * e
-                    if lane + 32 * e >= valid and token >= walk.cu_seqlens[walk.N] and token < walk.tokens:
-                        for member in T.serial(group):
-                            dg[0, token, key_head * group + member] = 0.0
-                            dbeta[0, token, key_head * group + member] = 0.0
+    if problem.packed:
+        first = T.alloc_var("int32")
+        first = T.cast(walk.cu_seqlens[walk.N], "int32") + walk.block
+        for turn in T.serial(T.ceildiv(walk.tokens - first, walk.blocks)):
+            for head in T.serial(problem.HV):
+                dg[0, first + turn * walk.blocks, head] = 0.0
+                dbeta[0, first + turn * walk.blocks, head] = 0.0
 
 
 def build(problem: Problem, config: Config):
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
+    rows = T.dynamic("rows")
     N = bounds - 1 if problem.packed else B
 
     @T.prim_func
     def warpgroup_gradients(
         q: T.Tensor((B, tokens, H, K), dtype),
         k: T.Tensor((B, tokens, H, K), dtype),
-        v_new: T.Tensor((slots, HV, C, V), dtype),
+        v_new: T.Tensor((rows, HV, C, V), dtype),
         dv: T.Tensor((B, tokens, HV, V), dtype),
         do: T.Tensor((B, tokens, HV, V), dtype),
-        states: T.Tensor((slots, HV, V, K), dtype),
-        state_gradients: T.Tensor((slots, HV, V, K), dtype),
+        states: T.Tensor((rows, HV, V, K), dtype),
+        state_gradients: T.Tensor((rows, HV, V, K), dtype),
         g_sum: T.Tensor((slots, HV, C), "float32"),
         beta_chunks: T.Tensor((slots, HV, C), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
-        chunk_tokens: T.Tensor((slots, 2), "int32"),     # of gate_cumsum, if packed
+        listed: T.Tensor((rows, COLUMNS), "int32"),      # of register_gradient_scan
         dq: T.Tensor((B, tokens, H, K), dtype),
         dk: T.Tensor((B, tokens, H, K), dtype),
         dg: T.Tensor((B, tokens, HV), "float32"),
@@ -633,7 +633,7 @@ def build(problem: Problem, config: Config):
             tiles = Tiles(**shared, barriers=barriers)
             wait_for_the_kernel_before()
             let_the_next_kernel_come()
-            walk = Walk(problem, cu_seqlens, chunk_tokens, tokens, N, slots, block, blocks)
+            walk = Walk(problem, cu_seqlens, listed, tokens, N, rows, block, blocks)
             thread = T.get_thread_binding()
             if thread < 128:
                 T.set_max_nreg(SCORES.registers, 1)

@@ -110,6 +110,7 @@ class Override:
     configs: tuple[tuple[str, Any], ...] = ()
     split: int | EllipsisType | None = ...       # None is a split: whole sequences
     backward_split: int | EllipsisType | None = ...
+    backward_bands: int | None = None            # of chunks that a backward goes through, one after the other
 
     @property
     def is_empty(self) -> bool:
@@ -258,17 +259,18 @@ def override(
     backward_strategy: str | None = None,
     split: int | EllipsisType | None = ...,
     backward_split: int | EllipsisType | None = ...,
+    backward_bands: int | None = None,
     **configs: Any,
 ) -> Iterator[None]:
-    """Use these strategies, these splits (None: whole sequences), and these configs by step, for every call in the block:
-    `with override(state_scan=Config(...))`.
+    """Use these strategies, these splits (None: whole sequences), this number of bands of chunks and these configs by step, for
+    every call in the block: `with override(state_scan=Config(...))`.
 
     Process-wide, for experiments and for the tuner's worker; not for a process that serves several threads.
     """
     global _override
     saved = _override
     by_step = tuple(sorted(configs.items(), key=lambda item: item[0]))
-    _override = Override(strategy, backward_strategy, by_step, split, backward_split)
+    _override = Override(strategy, backward_strategy, by_step, split, backward_split, backward_bands)
     try:
         yield
     finally:

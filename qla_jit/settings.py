@@ -30,6 +30,7 @@ class Settings:
     capture: Path | None                 # None: nothing is counted
     jobs: int
     compile_timeout: float               # seconds
+    backward_bands: int | None           # None: by size
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _absolute_paths(text: str) -> tuple[Path, ...]:
         raise ValueError(f"absolute paths separated by {os.pathsep!r}") from None
 
 
-def _jobs(text: str) -> int:
+def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise ValueError("a whole number of at least 1")
     return int(text)
@@ -151,11 +152,17 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "QLA_JIT_JOBS", "jobs",
         "How many kernels compile at the same time, in all processes of a user on a machine.",
-        "the CPUs that the process may use", _jobs, available_cpus,
+        "the CPUs that the process may use", _positive, available_cpus,
     ),
     Variable(
         "QLA_JIT_COMPILE_TIMEOUT", "compile_timeout",
         "Seconds after which the compilation of one kernel is stopped.",
         "600", _seconds, lambda: 600.0,
+    ),
+    Variable(
+        "QLA_JIT_BACKWARD_BANDS", "backward_bands",
+        "In how many parts, one after the other, a backward goes through the chunks of each sequence: 2 lower the peak of a step "
+        "by a fifth for an eighth more time. Read when calls of a size are first seen; for K = V = 128.",
+        "1; 2 where the states and values of all chunks take 4 GiB", _positive, lambda: None,
     ),
 )

@@ -113,15 +113,16 @@ STATE_COPIES = 4                         # that start_state_store leaves in flig
 
 
 @macro
-def start_state_store(tiles, i, states, slot, head, part):
-    # what emit_state left in the tiles, to memory
+def start_state_store(tiles, i, states, row, head, part, is_kept=True):
+    # what emit_state left in the tiles, to memory if it is kept
     for half in T.unroll(2):
         stage = state_stage(half, i)
         T.barrier_wait(tiles.barriers["s_full"][stage], i // STATE_STAGES % 2)
         T.fence_proxy_async()            # on the reader's side of the barrier: the writers would wait for it
         value = part * ROWS + half * HALF
-        T.tma_copy(tiles.s[2 * stage, :, :], states[slot, head, value : value + HALF, 0:HALF])
-        T.tma_copy(tiles.s[2 * stage + 1, :, :], states[slot, head, value : value + HALF, HALF : 2 * HALF])
+        if is_kept:
+            T.tma_copy(tiles.s[2 * stage, :, :], states[row, head, value : value + HALF, 0:HALF])
+            T.tma_copy(tiles.s[2 * stage + 1, :, :], states[row, head, value : value + HALF, HALF : 2 * HALF])
 
 
 @macro

@@ -76,16 +76,13 @@ def scanned_chunks(
 
 
 def summed_gates(
-    launch: dict[str, Callable[..., None]], inputs: CallInputs, slots: int, chunk_tokens: torch.Tensor | None = None
+    launch: dict[str, Callable[..., None]], inputs: CallInputs, slots: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gates of each chunk, summed from its first token on, and its write strengths: both [slots, HV, C], fp32.
-
-    chunk_tokens: room for the first token and the number of tokens of each, [slots, 2], int32, where the kernel lists them.
-    """
+    """The gates of each chunk, summed from its first token on, and its write strengths: both [slots, HV, C], fp32."""
     facts = inputs.facts
     shape = (slots, facts.HV, facts.chunk_size)
     g_sum, beta = (torch.empty(shape, dtype=torch.float32, device=facts.device) for _ in range(2))
-    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, g_sum, beta, chunk_tokens)
+    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, g_sum, beta)
     return g_sum, beta
 
 

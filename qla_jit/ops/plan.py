@@ -266,10 +266,10 @@ def split_register_backward_steps(facts: CallFacts) -> dict[str, Step]:
         facts,
         segment_steps(facts)
         | {
-            "register_state_scan": Step(register_state_scan.TEMPLATE, states),
             "segment_plan_backwards": forgetting(facts, backwards=True),
             "segment_gradient_scan": Step(register_gradient_scan.TEMPLATE, own),
             "segment_state_gradients": Step(segment_state_gradients.TEMPLATE, between),
+            "register_state_scan": Step(register_state_scan.TEMPLATE, states),
             "register_gradient_scan": Step(register_gradient_scan.TEMPLATE, gradients),
         },
     )
@@ -286,14 +286,9 @@ def register_scans(facts: CallFacts) -> tuple[register_state_scan.Problem, regis
 
 def around_register_scans(facts: CallFacts, scans: dict[str, Step]) -> dict[str, Step]:
     return unit_row_steps(facts) | {
-        "gate_cumsum": summed_gates(facts, beta_floor=BETA_FLOORS[facts.dtype], lists_chunks=lists_chunks(facts)),
+        "gate_cumsum": summed_gates(facts, beta_floor=BETA_FLOORS[facts.dtype]),
         "chunk_inverse": ungated_inverses(facts),
     } | scans | chunk_gradient_steps(facts, states_v_first=True)  # fmt: skip
-
-
-def lists_chunks(facts: CallFacts) -> bool:
-    """Whether warpgroup_gradients is told where chunks lie."""
-    return facts.varlen and facts.V == warpgroup_gradients.DIM
 
 
 def chunk_gradient_steps(facts: CallFacts, *, states_v_first: bool) -> dict[str, Step]:
@@ -348,10 +343,10 @@ def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[
     return rejection
 
 
-def summed_gates(facts: CallFacts, *, beta_floor: int | None, lists_chunks: bool = False) -> Step:
+def summed_gates(facts: CallFacts, *, beta_floor: int | None) -> Step:
     problem = gate_cumsum.Problem(
         HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strength_sources(facts),
-        beta_floor=beta_floor, lists_chunks=lists_chunks,
+        beta_floor=beta_floor,
     )  # fmt: skip
     return Step(gate_cumsum.TEMPLATE, problem)
 

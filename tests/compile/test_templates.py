@@ -45,14 +45,15 @@ CHUNKS = dict(C=64, dtype="bfloat16", packed=True, index_dtype="int32")
 
 # Bytes of registers that one thread may spill. The solve keeps a column of 64 in registers and trades spills for blocks in
 # flight; in every other kernel a spill would sit in the matrix loop.
-# Single warps of the register-state kernels have 24 registers and spill outside of their loops, 40 to 230 bytes.
+# Single warps of the register-state kernels have 24 registers and spill outside of their loops, 40 to 310 bytes: where items lie
+# and, in the backward, which of their chunks are in the band.
 # chunk_gradients has seven accumulators: it spills between its products.
 SPILL_BOUND = {
     "triangular_solve": 256,
     "register_state_forward": 288,       # the single warps, which have 24 registers, look for segments by rank
     "segment_scan": 64,
-    "register_state_scan": 128,
-    "register_gradient_scan": 256,
+    "register_state_scan": 160,
+    "register_gradient_scan": 320,
     "chunk_gradients": 256,
 }
 

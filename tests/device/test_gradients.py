@@ -90,6 +90,8 @@ SPLIT_CASES = [
     replace(SEGMENTED, V=256, initial_state=False, state_v_first=True),
 ]
 
+BANDED_CASES = [SEGMENTED, replace(SEGMENTED, gates="reset"), replace(IN_KERNEL, lengths=(1100, 1100), packed=False)]
+
 # The forward that goes with a strategy of the backward. Without one in force, the first call would build those of all sizes.
 FORWARD = {"chunked": "chunked", "registers": "fused", "registers_split": "split"}
 
@@ -108,11 +110,11 @@ def usual_strategy() -> str:
 
 
 @contextlib.contextmanager
-def computed_by(strategy: str, split: int = 2) -> Iterator[None]:
-    """split: chunks per segment, where the strategy has segments."""
+def computed_by(strategy: str, split: int = 2, bands: int | None = None) -> Iterator[None]:
+    """split: chunks per segment, where the strategy has segments. bands: in which chunks go."""
     if strategy != "chunked" and not on_hopper():
         pytest.skip(f"{strategy} is written for Hopper")
-    with select.override(FORWARD[strategy], backward_strategy=strategy, backward_split=split):
+    with select.override(FORWARD[strategy], backward_strategy=strategy, backward_split=split, backward_bands=bands):
         yield
 
 
@@ -290,6 +292,18 @@ def test_gradients_of_segments_match_float64_autograd(case: Case, split: int) ->
     with computed_by("registers_split", split):
         actual, do = gradients_alone(call)
     check(actual, expected_gradients(call), do, bounds_of(case) | {"initial_state": BOUND_OF_SPLIT_INITIAL_STATE})
+
+
+@pytest.mark.parametrize("bands", [2, 3])
+@pytest.mark.parametrize("name", ["registers", "registers_split"])
+@pytest.mark.parametrize("case", BANDED_CASES, ids=str)
+def test_gradients_of_bands_match_float64_autograd(case: Case, name: str, bands: int) -> None:
+    call = arguments(case, device="cuda")
+    fill_free_memory_with_nan()
+    with computed_by(name, 4, bands):
+        actual, do = gradients_alone(call)
+    bounds = {"initial_state": BOUND_OF_SPLIT_INITIAL_STATE} if name == "registers_split" else {}
+    check(actual, expected_gradients(call), do, bounds_of(case) | bounds)
 
 
 def told(value: Any) -> str:

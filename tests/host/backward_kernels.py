@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from qla_jit.device import GpuInfo
 from qla_jit.kernel_templates.arch import SM90A
+from qla_jit.kernel_templates.macros.bands import VALID
 from qla_jit.ops.inputs import CallInputs
 from qla_jit.reference import RESET_GATE, beta_from_logits, gate, l2norm
 
@@ -24,8 +26,9 @@ SCANS = {
     "chunked": ("gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan"),
     "registers": ("gate_cumsum", "chunk_inverse", "register_state_scan", "register_gradient_scan"),
     "registers_split": (
-        "gate_cumsum", "chunk_inverse", "segment_plan", "segment_scan", "segment_states", "register_state_scan",
-        "segment_plan_backwards", "segment_gradient_scan", "segment_state_gradients", "register_gradient_scan",
+        "gate_cumsum", "chunk_inverse", "segment_plan", "segment_scan", "segment_states",
+        "segment_plan_backwards", "segment_gradient_scan", "segment_state_gradients", "register_state_scan",
+        "register_gradient_scan",
     ),
 }  # fmt: skip
 GRADIENTS = {                            # where V = 128
@@ -63,6 +66,17 @@ class Segment(NamedTuple):
     is_last: bool
     chunks: list[tuple[int, int, slice]]
 
+    def bounds(self, bands: int, band: int) -> tuple[int, int]:
+        """Of the chunks of a band."""
+        n = len(self.chunks)
+        return n * (bands - 1 - band) // bands, n * (bands - band) // bands
+
+    def rows(self, bands: int, band: int) -> dict[int, int]:
+        """Those of the chunks of a band in its workspaces, by slot."""
+        low, high = self.bounds(bands, band)
+        slots = [slot for slot, _, _ in self.chunks]
+        return {slots[j]: slots[j] if bands == 1 else slots[0] // bands + self.place + j - low for j in range(low, high)}
+
 
 class Kernels:
     """Each kernel of the backward as a plain loop over its chunks and value heads; docs/maths.md has the formulas."""
@@ -91,15 +105,13 @@ class Kernels:
         q_unit.copy_(l2norm(q, eps))
         k_unit.copy_(l2norm(k, eps))
 
-    def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks, chunk_tokens=None):
+    def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks):
         if self.facts.use_gate_in_kernel:
             g = gate(g.float(), A_log, dt_bias)
         strengths = self.strengths(beta)
         beta_chunks.zero_()
         self.g = g
         for slot, row, tokens, h, _ in self.chunks():
-            if chunk_tokens is not None:
-                chunk_tokens[slot] = torch.tensor([tokens.start, length(tokens)])
             sums = g[row, tokens, h].float().clamp(min=RESET_GATE).cumsum(0)
             g_sum[slot, h] = sums[-1]
             g_sum[slot, h, : len(sums)] = sums
@@ -162,19 +174,24 @@ class Kernels:
                     states[segment.place + 1, h] = states[segment.place, h] @ kept + added
 
     def register_state_scan(
-        self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, initial_state, states, v_new, chunks_per_segment, blocks
-    ):
+        self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, initial_state, states, v_new, listed,
+        chunks_per_segment, bands, band, blocks,
+    ):  # fmt: skip
         assert blocks == self.blocks(chunks_per_segment, initial_state)
+        listed[:, VALID] = 0
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
-        self.state_scan(k, v, A, g_sum, cu_seqlens, initial_state, states.mT, v_new, None, L=chunks_per_segment)
+        self.state_scan(
+            k, v, A, g_sum, cu_seqlens, initial_state, states.mT, v_new, None, L=chunks_per_segment, bands=bands, band=band
+        )  # fmt: skip
 
     def segment_gradient_scan(
         self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, final_state_gradient, state_gradients, dv,
-        own_gradients, warm_chunks, scale, log2_scale, chunks_per_segment, blocks,
+        own_gradients, warm_chunks, listed, carried, scale, log2_scale, chunks_per_segment, bands, band, blocks,
     ):  # fmt: skip
         assert blocks == len(own_gradients) * self.facts.HV
         assert (warm_chunks == -2).all()
-        assert state_gradients is dv is None
+        assert state_gradients is dv is listed is carried is None
+        assert (bands, band) == (1, 0)
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
         for segment in self.segments(chunks_per_segment):
             for h, key_head in self.heads:
@@ -204,7 +221,7 @@ class Kernels:
     def register_gradient_scan(
         self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, final_state_gradient, state_gradients, dv,
         initial_state_gradient,
-        warm_chunks, scale, log2_scale, chunks_per_segment, blocks,
+        warm_chunks, listed, carried, scale, log2_scale, chunks_per_segment, bands, band, blocks,
     ):  # fmt: skip
         assert warm_chunks is None
         assert blocks == self.blocks(chunks_per_segment, final_state_gradient)
@@ -212,8 +229,13 @@ class Kernels:
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
         self.state_gradient_scan(
             q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients.mT, dv, initial_state_gradient, scale,
-            L=chunks_per_segment,
+            L=chunks_per_segment, bands=bands, band=band, carried=carried,
         )  # fmt: skip
+        for segment in self.segments(chunks_per_segment):
+            rows = segment.rows(bands, band)
+            for slot, row, tokens in segment.chunks:
+                if slot in rows:
+                    listed[rows[slot]] = torch.tensor([slot, row, tokens.start, length(tokens)])
 
     def blocks(self, L, by_place):
         return min((len(by_place) if L else len(self.sequences)) * self.facts.HV, H200.sm_count)
@@ -227,7 +249,7 @@ class Kernels:
             A[slot, h, :n, :n] = self.Gamma(g_sum, slot, tokens, h) * Ab[slot, h, :n, :n]
         return g_sum, A
 
-    def state_scan(self, k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state, L=0):
+    def state_scan(self, k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state, L=0, bands=1, band=0):
         assert final_state is None
         v_new.zero_()
         for segment in self.segments(L):
@@ -235,55 +257,71 @@ class Kernels:
                 S = torch.zeros(states.shape[2:]).double()
                 if initial_state is not None:
                     S = self.of_place(initial_state[segment.place, h]) if L else self.k_first(initial_state[segment.place, h])
-                self.state_behind(S, segment.chunks, h, key_head, k, v, A, g_sum, states, v_new)
+                chunks, rows = segment.chunks[: segment.bounds(bands, band)[1]], segment.rows(bands, band)
+                self.state_behind(S, chunks, h, key_head, k, v, A, g_sum, rows, states, v_new)
 
-    def state_behind(self, S, chunks, h, key_head, k, v, A, g_sum, states=None, v_new=None):
+    def state_behind(self, S, chunks, h, key_head, k, v, A, g_sum, rows=None, states=None, v_new=None):
+        rows = rows or {}
         for slot, row, tokens in chunks:
             K, V, n = k[row, tokens, key_head], v[row, tokens, h], length(tokens)
             gamma, to_end = decays(g_sum, slot, tokens, h)
             new = A[slot, h, :n, :n] @ (V - gamma * (K @ S))
-            if states is not None:
-                states[slot, h], v_new[slot, h, :n] = S, new
+            if slot in rows:
+                states[rows[slot], h], v_new[rows[slot], h, :n] = S, new
             S = gamma[-1] * S + K.T @ (to_end * new)
         return S
 
     def state_gradient_scan(
-        self, q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients, dv, initial_state_gradient, scale, L=0
-    ):
-        dv.zero_()
+        self, q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients, dv, initial_state_gradient, scale, L=0,
+        bands=1, band=0, carried=None,
+    ):  # fmt: skip
+        if band == 0:
+            dv.zero_()
         for segment in self.segments(L):
             for h, key_head in self.heads:
                 dS = torch.zeros(state_gradients.shape[2:]).double()
-                if final_state_gradient is not None:
+                if band > 0:
+                    dS = carried[segment.place, h].T.double()
+                elif final_state_gradient is not None:
                     dS = final_state_gradient[segment.place, h]
                     dS = self.of_place(dS) if L else self.k_first(dS)
-                dS = self.gradient_in_front(dS, segment.chunks, h, key_head, q, k, do, A, g_sum, scale, state_gradients, dv)
-                if initial_state_gradient is not None and segment.is_first:
+                chunks, rows = segment.chunks[slice(*segment.bounds(bands, band))], segment.rows(bands, band)
+                dS = self.gradient_in_front(dS, chunks, h, key_head, q, k, do, A, g_sum, scale, rows, state_gradients, dv)
+                if band < bands - 1:
+                    carried[segment.place, h] = dS.T
+                elif initial_state_gradient is not None and segment.is_first:
                     initial_state_gradient[segment.sequence, h] = dS.T if self.facts.state_v_first else dS
 
-    def gradient_in_front(self, dS, chunks, h, key_head, q, k, do, A, g_sum, scale, state_gradients=None, dv=None):
+    def gradient_in_front(self, dS, chunks, h, key_head, q, k, do, A, g_sum, scale, rows=None, state_gradients=None, dv=None):
         for slot, row, tokens in reversed(chunks):
             Q, K, dO, n = q[row, tokens, key_head], k[row, tokens, key_head], do[row, tokens, h], length(tokens)
             gamma, to_end = decays(g_sum, slot, tokens, h)
             P = scale * self.Gamma(g_sum, slot, tokens, h) * (Q @ K.T)
             dW = A[slot, h, :n, :n].T @ (to_end * (K @ dS) + P.T @ dO)
             if dv is not None:
-                state_gradients[slot, h], dv[row, tokens, h] = dS, dW
+                state_gradients[rows[slot], h], dv[row, tokens, h] = dS, dW
             dS = gamma[-1] * dS - K.T @ (gamma * dW) + scale * Q.T @ (gamma * dO)
         return dS
 
     def chunk_gradients(
         self, q, k, v_new, dv, do, states, state_gradients, g_sum, beta_chunks, cu_seqlens, dq, dk, dg, dbeta, scale
     ):
-        if self.registers:
-            states, state_gradients = states.mT, state_gradients.mT
         for gradient in (dq, dk, dg, dbeta):
             gradient.zero_()
-        for slot, row, tokens, h, key_head in self.chunks():
+        listed = [(slot, slot, row, tokens) for chunks in self.sequences for slot, row, tokens in chunks]
+        self.gradients_of(listed, q, k, v_new, dv, do, states, state_gradients, g_sum, beta_chunks, dq, dk, dg, dbeta, scale)
+
+    def gradients_of(
+        self, chunks, q, k, v_new, dv, do, states, state_gradients, g_sum, beta_chunks, dq, dk, dg, dbeta, scale
+    ):
+        """chunks: row in the workspaces, slot, batch row and tokens of each."""
+        if self.registers:
+            states, state_gradients = states.mT, state_gradients.mT
+        for (at, slot, row, tokens), (h, key_head) in itertools.product(chunks, self.heads):
             n = length(tokens)
             Q, K = q[row, tokens, key_head], k[row, tokens, key_head]
-            V_new, dW, dO = v_new[slot, h, :n], dv[row, tokens, h], do[row, tokens, h]
-            S, dS = states[slot, h], state_gradients[slot, h]
+            V_new, dW, dO = v_new[at, h, :n], dv[row, tokens, h], do[row, tokens, h]
+            S, dS = states[at, h], state_gradients[at, h]
             gamma, to_end = decays(g_sum, slot, tokens, h)
             Gamma = self.Gamma(g_sum, slot, tokens, h)
 
@@ -300,11 +338,18 @@ class Kernels:
             dg[row, tokens, h] = dg_sum.flip(0).cumsum(0).flip(0).float()
 
     def warpgroup_gradients(self, *arguments):
-        *sources, chunk_tokens, dq, dk, dg, dbeta, scale, _blocks = arguments
-        if chunk_tokens is not None:
-            for slot, _row, tokens, _h, _key_head in self.chunks():
-                assert chunk_tokens[slot].tolist() == [tokens.start, length(tokens)]
-        self.chunk_gradients(*sources, dq, dk, dg, dbeta, scale)
+        *sources, cu_seqlens, listed, dq, dk, dg, dbeta, scale, blocks = arguments
+        assert blocks == min(len(listed) * self.facts.H, H200.sm_count)
+        chunks = [
+            (at, slot, row, slice(start, start + valid))
+            for at, (slot, row, start, valid) in enumerate(listed.tolist()) if valid > 0
+        ]
+        for gradient in (dq, dk, dg, dbeta):
+            for _, _, row, tokens in chunks:
+                gradient[row, tokens] = 0
+            if self.facts.varlen:
+                gradient[:, cu_seqlens[-1] :] = 0
+        self.gradients_of(chunks, *sources, dq, dk, dg, dbeta, scale)
         if not self.facts.use_gate_in_kernel:
             dg[self.g < RESET_GATE] = 0
 
@@ -329,13 +374,12 @@ class Kernels:
         return state[: self.facts.V, : self.facts.K].T.double()
 
 
-def chunk_tokens(starts: Sequence[int], slots: int, C: int) -> list[tuple[int, int]]:
-    """First token and tokens of every slot of packed sequences, at most 0 where there is no chunk: what gate_cumsum lists."""
-    found = []
-    for slot in range(slots):
-        n = max(n for n, start in enumerate(starts[:-1]) if start // C + n <= slot)
-        first = starts[n] + (slot - starts[n] // C - n) * C
-        found.append((first, min(starts[n + 1] - first, C)))
+def listed_chunks(starts: Sequence[int], slots: int, C: int) -> list[tuple[int, int, int, int]]:
+    """Slot, batch row, first token and tokens of every slot of packed sequences, 0 where there is no chunk."""
+    found = [(0, 0, 0, 0)] * slots
+    for n, (start, end) in enumerate(pairwise(starts)):
+        for j, first in enumerate(range(start, end, C)):
+            found[start // C + n + j] = (start // C + n + j, 0, first, min(end - first, C))
     return found
 
 

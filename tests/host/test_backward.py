@@ -59,6 +59,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
         strategy: str = "chunked",
         chunk_size: int = 64,
         split: int | None = None,
+        bands: int | None = None,
         Ab: torch.Tensor | None = None,
         segments: SegmentStates | None = None,
         without: Sequence[str] = (),
@@ -67,7 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
         facts = inputs.facts._replace(chunk_size=chunk_size)
         stand_ins = Kernels(replace(inputs, facts=facts), strategy)
         launch = {step: getattr(stand_ins, step) for step in STEPS[strategy] if step not in without}
-        kernels = backward.Kernels(select.Dispatch(strategy, {}, facts, split), launch)
+        kernels = backward.Kernels(select.Dispatch(strategy, {}, facts, split), launch, bands)
         monkeypatch.setattr(backward, "kernels_for", lambda inputs: kernels)
         return backward.backward(inputs, do, dht, FromForward(Ab, segments))
 
@@ -96,6 +97,29 @@ def test_the_kernels_in_their_order_give_the_gradients_of_autograd(
     expected = fallback.backward(inputs, do, dht)
     actual = run(inputs, do, dht, strategy=strategy, chunk_size=chunk_size, split=split)
     check(actual, expected, inputs, BOUND_RESET if case.gates in ("reset", "minus_inf") else BOUND)
+
+
+BANDED = [
+    BASE,
+    *(replace(BASE, lengths=lengths) for lengths in ((1,), (0, 20, 0), (0, 0, 40), (16, 33, 100, 17))),
+    replace(BASE, tail=20),
+    replace(BASE, lengths=(40, 40), packed=False),
+    replace(BASE, initial_state=False),
+    replace(BASE, state_v_first=True),
+]
+
+
+@pytest.mark.parametrize(("strategy", "split"), [("registers", None), ("registers_split", 2), ("registers_split", 3)])
+@pytest.mark.parametrize("bands", [2, 3, 5])
+@pytest.mark.parametrize("case", BANDED, ids=str)
+def test_bands_give_the_gradients_of_all_chunks_at_once(
+    case: Case, bands: int, strategy: str, split: int | None, run: Callable[..., Gradients]
+) -> None:
+    inputs = check_inputs(**arguments(case))
+    do, dht = cotangents(inputs)
+    for cotangent in (dht, None):
+        found = run(inputs, do, cotangent, strategy=strategy, chunk_size=16, split=split, bands=bands)
+        check(found, fallback.backward(inputs, do, cotangent), inputs)
 
 
 @pytest.mark.parametrize("strategy", plan.BACKWARD_STRATEGIES)

@@ -16,12 +16,13 @@ import emulation
 import protocol
 import pytest
 import torch
-from backward_kernels import TILE, Kernels, chunk_tokens
+from backward_kernels import TILE, Kernels
 from cases import GATES, Case, arguments, oracle, relative_l2
 from emulated_helpers import HELPERS, LANE_HELPERS
 from emulated_memory import Pointer
 
 from qla_jit.kernel_templates.arch import SM90A
+from qla_jit.kernel_templates.macros.bands import COLUMNS, VALID, row_count
 from qla_jit.kernel_templates.macros.segments import place_count
 from qla_jit.kernel_templates.macros.sequences import slot_count
 
@@ -52,6 +53,7 @@ class Run:
     lengths: tuple[int, ...] = LENGTHS
     packed: bool = True
     in_kernel: bool = False              # gates are made from logits
+    bands: int = 1                       # that chunks of the backward go in
     config: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
@@ -97,6 +99,7 @@ class Scan:
         self.N, (self.B, self.T) = len(case.lengths), self.k.shape[:2]
         self.slots = slot_count(self.B, self.T, self.N, C, run.packed)
         self.places = place_count(self.slots, self.N, run.L) if run.L else self.N
+        self.rows = row_count(self.slots, self.places, run.bands)
         if run.packed:
             starts = [0, *accumulate(run.lengths)]
             for x in (self.q, self.k, self.v, self.do, self.g, self.beta):
@@ -127,7 +130,10 @@ class Scan:
             problem,
             config,
             *arguments,
-            sizes=dict(B=self.B, tokens=self.T, slots=self.slots, bounds=self.N + 1, places=self.places),
+            sizes=dict(
+                B=self.B, tokens=self.T, slots=self.slots, bounds=self.N + 1, places=self.places, rows=self.rows,
+                carried_places=self.places,
+            ),
             by_lane=[GATE_WARP, LAST_WARP] if template == "warpgroup_gradients" else [GATE_WARP],
         )
 
@@ -220,10 +226,19 @@ class Scan:
             a, b = (x.select(head_axis, head)[told] for x in (actual, expected))
             assert relative_l2(a, b) <= bound, f"head {head}"
 
-    def check_unwritten(self, of_slots: torch.Tensor) -> None:
-        """Slots that belong to no chunk keep what they had."""
-        used = [slot for chunks in self.kernels.sequences for slot, _, _ in chunks]
-        assert of_slots[[slot for slot in range(self.slots) if slot not in used]].isnan().all()
+    def rows_of(self, band: int) -> dict[int, int]:
+        """Those of the chunks of a band, by slot."""
+        by_segment = [segment.rows(self.run.bands, band) for segment in self.kernels.segments(self.run.L)]
+        found = {slot: row for rows in by_segment for slot, row in rows.items()}
+        assert len(set(found.values())) == sum(map(len, by_segment)), "two chunks share a row"
+        return found
+
+    def to_slots(self, band: int, of_rows: torch.Tensor, of_slots: torch.Tensor) -> None:
+        """Put away what a scan wrote for the chunks of a band; other rows are as they were, and all are again then."""
+        rows = self.rows_of(band)
+        of_slots[list(rows)] = of_rows[list(rows.values())].to(of_slots.dtype)
+        of_rows[list(rows.values())] = math.nan
+        assert of_rows.isnan().all()
 
     def check_tail(self, of_tokens: torch.Tensor) -> None:
         """Tokens behind the last sequence are zero."""
@@ -259,31 +274,51 @@ def test_register_state_forward(run: Run) -> None:
     scan.check_tail(o)
 
 
-@pytest.mark.parametrize("run", SCANS, ids=str)
+# Their chunks go in bands.
+BANDED = [Run(bands=2), Run("decaying", bands=3, ends=False), Run("reset", L=2, bands=2, v_first=True)]
+
+
+@pytest.mark.parametrize("run", SCANS + BANDED, ids=str)
 def test_register_state_scan(run: Run) -> None:
     scan = Scan(run)
-    states, v_new = scan.nan(scan.slots, HV, run.V, K), scan.nan(scan.slots, HV, C, run.V)
-    scan.launch(
-        "register_state_scan", scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), states, v_new, run.L, BLOCKS
-    )
-    for actual, expected in zip((states, v_new), scan.states, strict=True):
+    of_rows = scan.nan(scan.rows, HV, run.V, K), scan.nan(scan.rows, HV, C, run.V)
+    found = [torch.full_like(x, math.nan) for x in scan.states]
+    for band in range(run.bands):
+        listed = torch.full((scan.rows, COLUMNS), 99, dtype=torch.int32)
+        scan.launch(
+            "register_state_scan", scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), *of_rows, listed, run.L,
+            run.bands, band, BLOCKS,
+        )  # fmt: skip
+        assert not listed[:, VALID].any()
+        for given, actual in zip(of_rows, found, strict=True):
+            scan.to_slots(band, given, actual)
+    for actual, expected in zip(found, scan.states, strict=True):
         scan.check("slots", 3.5e-3, actual, expected)
-        scan.check_unwritten(actual)
 
 
-@pytest.mark.parametrize("run", SCANS, ids=str)
+@pytest.mark.parametrize("run", SCANS + BANDED, ids=str)
 def test_register_gradient_scan(run: Run) -> None:
     scan = Scan(run)
-    states, dv = scan.nan(scan.slots, HV, run.V, K), torch.full_like(scan.v, math.nan)
+    of_rows, dv = scan.nan(scan.rows, HV, run.V, K), torch.full_like(scan.v, math.nan)
     dh0 = scan.nan_states() if run.ends else None
-    scan.launch(
-        "register_gradient_scan", scan.q, scan.k, scan.do, scan.Ab, *scan.gates, scan.final_gradients(), states, dv, dh0, None,
-        SCALE, math.log2(SCALE), run.L, BLOCKS, has_final_state_gradient=run.ends and not run.L, has_initial_state=run.ends,
-    )  # fmt: skip
+    carried = scan.nan(scan.places, HV, run.V, K, dtype=torch.float32)
     expected_states, expected_dv, expected_dh0 = scan.gradients
+    states, where = torch.full_like(expected_states, math.nan), {}
+    for band in range(run.bands):
+        listed = torch.zeros(scan.rows, COLUMNS, dtype=torch.int32)
+        scan.launch(
+            "register_gradient_scan", scan.q, scan.k, scan.do, scan.Ab, *scan.gates, scan.final_gradients(), of_rows, dv, dh0,
+            None, listed, carried, SCALE, math.log2(SCALE), run.L, run.bands, band, BLOCKS,
+            has_final_state_gradient=run.ends and not run.L, has_initial_state=run.ends,
+        )  # fmt: skip
+        scan.to_slots(band, of_rows, states)
+        rows = scan.rows_of(band)
+        assert {row for row in range(scan.rows) if listed[row, VALID] > 0} == {*rows.values()}
+        where |= {slot: listed[row].tolist() for slot, row in rows.items()}
+    chunks = [chunk for chunks in scan.kernels.sequences for chunk in chunks]
+    assert where == {slot: [slot, row, at.start, at.stop - at.start] for slot, row, at in chunks}
     scan.check("slots", 3e-3, states, expected_states)
     scan.check("tokens", 4e-3, dv, expected_dv)
-    scan.check_unwritten(states)
     scan.check_tail(dv)
     if run.ends:
         scan.check("sequences", 3e-3, dh0, expected_dh0)
@@ -310,8 +345,9 @@ def test_gradients_that_segments_add(run: Run, warm: int) -> None:
             g_sum, A = scan.gated
             expected[segment.place, head] = scan.kernels.gradient_in_front(dS, chunks, head, 0, q, k, do, A, g_sum, SCALE).mT
     scan.launch(
-        "register_gradient_scan", scan.q, scan.k, scan.do, scan.Ab, *scan.gates, scan.dht, None, None, own, warm_chunks, SCALE,
-        math.log2(SCALE), run.L, BLOCKS, has_final_state_gradient=run.ends, has_initial_state=False, transfers_only=True,
+        "register_gradient_scan", scan.q, scan.k, scan.do, scan.Ab, *scan.gates, scan.dht, None, None, own, warm_chunks,
+        None, None, SCALE, math.log2(SCALE), run.L, 1, 0, BLOCKS,
+        has_final_state_gradient=run.ends, has_initial_state=False, transfers_only=True,
     )  # fmt: skip
     check_places(own, expected, 2.5e-3)
 
@@ -367,7 +403,9 @@ def test_warpgroup_gradients(run: Run) -> None:
     found = [torch.full_like(x, math.nan) for x in (scan.q, scan.k, scan.g, scan.beta)]
     expected = [torch.zeros_like(x).double() for x in found]
     scan.kernels.chunk_gradients(*(x.double() for x in inputs), g_sum, beta_chunks, None, *expected, SCALE)
-    listed = torch.tensor(chunk_tokens([0, *accumulate(run.lengths)], scan.slots, C), dtype=torch.int32) if run.packed else None
+    listed = torch.zeros(scan.slots, COLUMNS, dtype=torch.int32)
+    for slot, row, at in (chunk for chunks in scan.kernels.sequences for chunk in chunks):
+        listed[slot] = torch.tensor([slot, row, at.start, at.stop - at.start])
     scan.launch("warpgroup_gradients", *inputs, g_sum, beta_chunks, scan.cu_seqlens, listed, *found, SCALE, BLOCKS)
     # Nothing is rounded for dg, but after a reset sums of gates are 2e-4 off. dbeta is divided by beta in bf16.
     for actual, exact, bound in zip(found, expected, (3e-3, 3e-3, 5e-4, 4.5e-3), strict=True):

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from backward_kernels import chunk_tokens
+from backward_kernels import listed_chunks
 from protocol import Agent, Event, Trace, check, trace
 
 from qla_jit.kernel_templates.arch import SM90A
+from qla_jit.kernel_templates.macros.bands import row_count
 
 C, L_WHOLE = 64, 0
 BLOCK, BLOCKS = 1, 2                     # the one that is traced, of those
@@ -75,7 +76,9 @@ def configs(kernel: str) -> Iterator[dict[str, Any]]:
     return map(dataclasses.asdict, (default, *others))
 
 
-def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int) -> Trace:
+def traced(
+    kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int, bands: int = 1, band: int = 0
+) -> Trace:
     template, problem, by_segments = KERNELS[kernel]
     starts = [0, *itertools.accumulate(lengths)]
     N, tokens = len(lengths), starts[-1] + 10
@@ -83,23 +86,26 @@ def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int
     places = slots // L + N if by_segments else N
     segments = [max(-(-length // (C * L)), 1) for length in lengths] if by_segments else []
     before = [0, *itertools.accumulate(segments)]
-    listed = chunk_tokens(starts, slots, C)
+    listed = listed_chunks(starts, slots, C)
     agents, by_chunk = WARPGROUPS + WARPS, {}
     if template == "warpgroup_gradients":
         agents = [Agent(name, number * 128, 128) for number, name in enumerate(("scores", "queries", "keys"))] + WARPS
-        places = [(0, *listed[item // problem["H"]]) for item in range(BLOCK, slots * problem["H"], BLOCKS)]
-        by_chunk = dict(rows_apart=["sums"], numbers=dict(place=lambda: itertools.chain(*places)))
+        read = [listed[item // problem["H"]][1:] for item in range(BLOCK, slots * problem["H"], BLOCKS)]
+        by_chunk = dict(rows_apart=["sums"], numbers=dict(place=lambda: itertools.chain(*read)))
     return trace(
         template,
         problem,
         config,
         agents,
-        sizes=dict(B=1, tokens=tokens, slots=slots, bounds=N + 1, places=places),
+        sizes=dict(
+            B=1, tokens=tokens, slots=slots, bounds=N + 1, places=places, rows=row_count(slots, places, bands),
+            carried_places=places,
+        ),
         tensors=dict(
-            cu_seqlens=starts.__getitem__, chunk_tokens=lambda slot, which: listed[slot][which],
+            cu_seqlens=starts.__getitem__, listed=lambda row, which: listed[row][which],
             segments_before=before.__getitem__, warm_chunks=lambda place, head: -1 if head else 1,
         ),
-        scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, blocks=BLOCKS),
+        scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, bands=bands, band=band, blocks=BLOCKS),
         block=BLOCK,
         **by_chunk,
     )
@@ -110,6 +116,18 @@ def traced(kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int
 def test_shared_tiles_are_never_in_use_twice(kernel: str, lengths: tuple[int, ...]) -> None:
     for config, L in itertools.product(configs(kernel), (1, 2, 4) if KERNELS[kernel][2] else (L_WHOLE,)):
         assert check(traced(kernel, config, lengths, L)) == [], f"{config}, {L} chunks a segment"
+
+
+BANDED = ("states", "states-split", "gradients", "gradients-split")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("kernel", BANDED)
+def test_shared_tiles_are_never_in_use_twice_where_chunks_go_in_bands(kernel: str, lengths: tuple[int, ...]) -> None:
+    L, config = 4 if KERNELS[kernel][2] else L_WHOLE, next(configs(kernel))
+    for bands in (2, 3):
+        for band in range(bands):
+            assert check(traced(kernel, config, lengths, L, bands, band)) == [], f"band {band} of {bands}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -23,7 +23,7 @@ def _clean_environment(monkeypatch):
 def test_defaults():
     assert settings() == Settings(
         mode="lookup", cache_dir=None, bundle_path=(), bundle_keys=(), db_path=(), capture=None, jobs=available_cpus(),
-        compile_timeout=600.0,
+        compile_timeout=600.0, backward_bands=None,
     )
 
 
@@ -45,6 +45,7 @@ def test_every_field_has_one_variable_and_every_variable_a_meaning_and_a_default
         ("QLA_JIT_CAPTURE", "/a", Path("/a")),
         ("QLA_JIT_JOBS", "3", 3),
         ("QLA_JIT_COMPILE_TIMEOUT", "2.5", 2.5),
+        ("QLA_JIT_BACKWARD_BANDS", "3", 3),
     ],
     ids=lambda value: str(value),
 )
