@@ -10,15 +10,16 @@ works.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from forward import Measured, make_parser, measure_table, parse, rel_l2
+from forward import Measured, make_parser, measure_table, parse
 from systems import System, strategy_of
 from timing import Budget, alternating_ms, graph_of, interleaved_ms, peak_bytes
-from training import NAMES, TRAINING_SYSTEMS, Cotangents, make_cotangents
-from workload import BACKWARD_ROWS, Inputs, Row, rotated_inputs
+from training import NAMES, TRAINING_SYSTEMS, Cotangents, Gradients, make_cotangents
+from workload import BACKWARD_ROWS, Inputs, Row, make_inputs, rotated_inputs
 
 from qla_jit.device import gpu_info
 
@@ -29,8 +30,13 @@ EXPLAINED = (
     "step_ms: a forward and a backward through autograd, without a graph, ten at a time, so that host time counts where the "
     "GPU waits for it. "
     "peak_bytes: allocated at the highest during such a step, above its inputs. rel_l2: ||x - x64|| / ||x64|| of each gradient, "
-    "x64 from autograd of the chunked reference in float64."
+    "over as many input sets as make a million tokens times value heads, at most 16; x64 from autograd of the chunked reference "
+    "in float64."
 )
+
+# Tokens times value heads over which errors are told. In a head that does not decay, dg is a small difference of large sums, and
+# which of their roundings cancel is chance: of one head alone the error of a library varies by a factor of two from draw to draw.
+ERROR_TOKENS, ERROR_SETS = 2**20, 16
 
 
 # What autograd of the float64 reference keeps for a chunk of a value head of 128 (measured), and may keep in all.
@@ -47,15 +53,17 @@ def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured
     cache_bytes = torch.cuda.get_device_properties().L2_cache_size
     inputs = rotated_inputs(row, device="cuda", bytes_at_least=2 * cache_bytes)
     cotangents = [make_cotangents(x, seed=seed) for seed, x in enumerate(inputs)]
-    exact = float64_gradients(inputs[0], cotangents[0])
+    sets = error_sets(row, inputs, cotangents)
+    exact = [float64_gradients(x, y) for x, y in sets]
     graphs, prepared, measured = {}, {}, {}
     for system in systems:
         budget.require()
         try:
             calls = [system.prepare(x, y) for x, y in zip(inputs, cotangents, strict=True)]
-            found = zip(NAMES, calls[0].gradients(), exact, strict=True)
             measured[system.name] = {
-                "rel_l2": {name: rel_l2(gradient, x64) for name, gradient, x64 in found},
+                "rel_l2": errors(
+                    ((calls[i] if i < len(calls) else system.prepare(*given)).gradients for i, given in enumerate(sets)), exact
+                ),
                 "peak_bytes": peak_bytes(calls[0].step),
             }
             if system.name == "qla_jit":
@@ -71,6 +79,26 @@ def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured
         for name, ms in times.items():
             measured[name][key] = round(ms, 5)
     return measured
+
+
+def error_sets(row: Row, inputs: Sequence[Inputs], cotangents: Sequence[Cotangents]) -> list[tuple[Inputs, Cotangents]]:
+    """Input sets over which errors are told, those that are timed before others."""
+    count = min(max(ERROR_TOKENS // (sum(row.seqlens) * row.HV), 1), ERROR_SETS)
+    sets = list(zip(inputs, cotangents, strict=True))[:count]
+    for seed in range(len(sets), count):
+        x = make_inputs(row, device=str(inputs[0].q.device), seed=seed, like=inputs[0])
+        sets.append((x, make_cotangents(x, seed=seed)))
+    return sets
+
+
+def errors(calls: Iterator[Callable[[], Gradients]], exact: Sequence[Sequence[torch.Tensor]]) -> dict[str, float]:
+    """Of each gradient, over all input sets together."""
+    squares = {name: [0.0, 0.0] for name in NAMES}       # of the error, of what is exact
+    for gradients, of_set in zip(calls, exact, strict=True):
+        for name, found, x64 in zip(NAMES, gradients(), of_set, strict=True):
+            for which, x in enumerate((found.double() - x64, x64)):
+                squares[name][which] += x.square().sum().item()
+    return {name: float(f"{math.sqrt(error / norm):.4g}") for name, (error, norm) in squares.items()}
 
 
 def float64_gradients(x: Inputs, y: Cotangents) -> list[torch.Tensor]:

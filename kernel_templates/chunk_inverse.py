@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from .arch import SM90A, Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
-from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
+from .macros.launches import let_the_next_kernel_come, wait_if_early, wait_unless_early
 from .macros.sequences import locate_chunk
 from .macros.warp_inverse import PRELUDE, PRODUCTS_FLOATS, THREADS, WARPS, invert, store_products, take_accumulators
 
@@ -47,7 +47,7 @@ class Config:
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
-    return ("k", "beta", "cu_seqlens", "Ab")
+    return ("k", "beta", "cu_seqlens", "Ab", "early")
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
@@ -95,7 +95,7 @@ def keys_are_aligned(problem: Problem, config: Config, arch: Arch) -> Rejection 
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
-    return Config(blocks_per_sm=5, last_slot_first=False, early_next=False)
+    return Config(blocks_per_sm=5, last_slot_first=False, early_next=True)
 
 
 @macro
@@ -151,6 +151,7 @@ def build(problem: Problem, config: Config):
         beta: T.Tensor((B, tokens, HV), problem.beta_dtype),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
         Ab: T.Tensor((slots, HV, C, C), dtype),
+        early: T.int32,
     ):
         # Heads vary fastest: the blocks in flight share the lines of beta. Only x may exceed 65,535 blocks.
         with T.Kernel(H * slots, threads=THREADS, prelude=PRELUDE) as block:
@@ -163,7 +164,7 @@ def build(problem: Problem, config: Config):
             accumulators = T.alloc_local((C * C // THREADS,), "float32")
             k_ready = T.alloc_barrier(arrive_count=[THREADS])
             thread = T.get_thread_binding()
-            wait_for_the_kernel_before()
+            wait_unless_early(early)
             if config.early_next:
                 let_the_next_kernel_come()
             warp = thread // 32
@@ -194,6 +195,7 @@ def build(problem: Problem, config: Config):
                     for w in tuple(range(min(WARPS, group))):
                         if first + w < group:
                             store_inverse(panels, w, thread, slot, key_head * group + first + w, Ab)
+            wait_if_early(early)
 
     return chunk_inverse
 

@@ -10,8 +10,8 @@ dS' of each chunk is kept, transposed: state_gradients is [rows, HV, V, K]. Two 
 register_state_forward holds S, and rescale it as rarely. A third makes P and G one chunk ahead, single warps load, sum the
 gates and store. The last product does not wait for the others: dO and Q are there before the chunk begins.
 
-It goes through the chunks of a band (macros/bands.py), writes down in `listed` where they lie, and leaves the gradient in front
-of them as `carried` to the next band.
+It goes through the chunks of a band (macros/bands.py) and leaves the gradient in front of them as `carried` to the next one. It
+needs nothing of register_state_scan, beside which it may run.
 
 With `split` every segment begins with the gradient of the state behind it, from segment_state_gradients. What that needs is found
 by a pass before, `transfers_only`: every segment but the first of a sequence begins with zero, the last one with the gradient of
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
-from .macros.bands import COLUMNS, BandWalk, band_item, list_chunk
-from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
+from .macros.bands import BandWalk, band_item
+from .macros.launches import let_the_next_kernel_come, wait_if_early, wait_unless_early
 from .macros.register_gates import (
     ERASE,
     FROM_END,
@@ -110,8 +110,8 @@ class Config:
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "q", "k", "do", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "final_state_gradient",
-        "state_gradients", "dv", "initial_state_gradient", "warm_chunks", "listed", "carried",
-        "scale", "log2_scale", "chunks_per_segment", "bands", "band", "blocks",
+        "state_gradients", "dv", "initial_state_gradient", "warm_chunks", "carried",
+        "scale", "log2_scale", "chunks_per_segment", "bands", "band", "early", "blocks",
     )  # fmt: skip
 
 
@@ -467,8 +467,8 @@ def load_values(walk, tiles, do, Ab):
 
 
 @macro
-def store_outputs(walk, tiles, state_gradients, dv, listed):
-    # dS' and dW of each chunk, where it lies, and zeros behind the last sequence. Copies are in flight into the next chunk.
+def store_outputs(walk, tiles, state_gradients, dv):
+    # dS' and dW of each chunk, and zeros behind the last sequence. Copies are in flight into the next chunk.
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
@@ -478,7 +478,6 @@ def store_outputs(walk, tiles, state_gradients, dv, listed):
         for j in T.serial(chunks):
             chunk = chunks - 1 - j
             start_state_store(tiles, i, state_gradients, row + chunk, item.head, item.part)
-            list_chunk(listed, row + chunk, item, chunk, walk.problem.C)
             if i > 0:
                 T.tma_store_wait(STATE_COPIES)
                 free_states(tiles, i - 1)
@@ -521,19 +520,20 @@ def build(problem: Problem, config: Config):
         dv: T.Tensor((B, tokens, HV, V), dtype),
         initial_state_gradient: T.Tensor(initial_shape, "float32"),
         warm_chunks: T.Tensor((places if problem.split else N, HV), "int32"),     # where transfers alone are made
-        listed: T.Tensor((rows, COLUMNS), "int32"),      # as the next one, not where transfers alone are made
-        carried: T.Tensor((carried_places, HV, V, K), "float32"),                # none of a single band
+        carried: T.Tensor((carried_places, HV, V, K), "float32"),                # no places of a single band
         scale: T.float32,
         log2_scale: T.float32,           # from the host: the loop would compute it anew for every chunk
         chunks_per_segment: T.int32,
         bands: T.int32,
         band: T.int32,
+        early: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(problem, config))
             tiles = Tiles(**shared, barriers=barriers)
-            wait_for_the_kernel_before()
+            if problem.transfers_only:
+                wait_unless_early(early)
             let_the_next_kernel_come()
             swizzled = [tile for tile in (tiles.do, tiles.dw, tiles.s, tiles.Ab) if tile is not None]
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in swizzled})
@@ -542,6 +542,8 @@ def build(problem: Problem, config: Config):
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
+                if not problem.transfers_only:
+                    wait_unless_early(early)             # the others need nothing of it
                 hold_state(config, walk, tiles, thread, final_state_gradient, carried, initial_state_gradient)
             elif thread < 384:
                 T.set_max_nreg(AUX.registers, 0)
@@ -554,9 +556,11 @@ def build(problem: Problem, config: Config):
                     prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias)
                 elif thread < 480:
                     if not problem.transfers_only:
-                        store_outputs(walk, tiles, state_gradients, dv, listed)
+                        wait_unless_early(early)         # memory of the kernel before may have been given to these
+                        store_outputs(walk, tiles, state_gradients, dv)
                 else:
                     load_values(walk, tiles, do, Ab)
+            wait_if_early(early)
 
     return register_gradient_scan
 

@@ -383,13 +383,14 @@ def build(problem: Problem, config: Config):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
-            wait_for_the_kernel_before()
             let_the_next_kernel_come()
             T.annotate_layout({tiles.v: make_swizzled_layout(tiles.v), tiles.o: make_swizzled_layout(tiles.o)})
             walk = Walk(tiled, cu_seqlens, tokens, N, segments_before, tiled.V // ROWS, chunks_per_segment, block, blocks)
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
+                if problem.split:
+                    wait_for_the_kernel_before()         # which makes the states of segments
                 hold_state(config, walk, tiles, thread, initial_state, final_state)
             elif thread < 384:
                 T.set_max_nreg(AUX.registers, 0)
@@ -397,7 +398,7 @@ def build(problem: Problem, config: Config):
             else:
                 T.set_max_nreg(LOADERS.registers, 0)
                 if thread < 416:
-                    load_keys(config, walk, tiles, k, Ab)
+                    load_keys(config, walk, tiles, k, Ab, inverses_come_late=not problem.split)
                 elif thread < 448:
                     prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias)
                 elif thread < 480:

@@ -7,8 +7,8 @@ As register_state_forward without its output; with G = Gamma o Ab, gamma = exp(g
     S'    = gamma_L S + X^T W
 
 S enters each chunk transposed: states is [rows, HV, V, K]. Both are kept for the chunks of a band (macros/bands.py), which is
-reached from the first chunk on. The roles are those of register_state_forward: two warpgroups hold S transposed, a third makes X
-and G one chunk ahead, single warps load, sum the gates and store.
+reached from the first chunk on, and `listed` says where they lie. The roles are those of register_state_forward: two warpgroups
+hold S transposed, a third makes X and G one chunk ahead, single warps load, sum the gates and store.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
-from .macros.bands import COLUMNS, BandWalk, clear_list
-from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
+from .macros.bands import BandWalk
+from .macros.chunk_lists import COLUMNS, list_chunk
+from .macros.launches import let_the_next_kernel_come, wait_if_early, wait_unless_early
 from .macros.register_gates import (
     GAMMA,
     GATE_STAGES,
@@ -91,7 +92,7 @@ class Config:
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "initial_state", "states", "v_new",
-        "listed", "chunks_per_segment", "bands", "band", "blocks",
+        "listed", "chunks_per_segment", "bands", "band", "early", "blocks",
     )  # fmt: skip
 
 
@@ -299,8 +300,9 @@ def free_values(tiles):
 
 
 @macro
-def store_outputs(walk, tiles, states, v_new):
-    # S before each chunk of the band, V_new behind it. The copies of a chunk are in flight together, those of S into the next.
+def store_outputs(walk, tiles, states, v_new, listed):
+    # S before each chunk of the band, V_new behind it, and where it lies. The copies of a chunk are in flight together, those of
+    # S into the next.
     problem = walk.problem
     i = T.alloc_var("int32")
     i = 0
@@ -316,6 +318,8 @@ def store_outputs(walk, tiles, states, v_new):
             if j > 0:
                 start_values_store(problem, tiles, i - 1, row + j - 1, item.head, item.part, v_new, j > low)
             start_state_store(tiles, i, states, row + j, item.head, item.part, j >= low)
+            if j >= low:
+                list_chunk(listed, row + j, item, j, problem.C)
             T.tma_store_wait(STATE_COPIES)
             if j > 0:
                 free_values(tiles)
@@ -350,16 +354,17 @@ def build(problem: Problem, config: Config):
         initial_state: initial_state_tensor(problem, N, places),
         states: T.Tensor((rows, HV, V, K), dtype),
         v_new: T.Tensor((rows, HV, C, V), dtype),
-        listed: T.Tensor((rows, COLUMNS), "int32"),      # cleared for register_gradient_scan
+        listed: T.Tensor((rows, COLUMNS), "int32"),      # where the chunks of the rows lie
         chunks_per_segment: T.int32,
         bands: T.int32,
         band: T.int32,
+        early: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
-            wait_for_the_kernel_before()
+            wait_unless_early(early)
             let_the_next_kernel_come()
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (tiles.v, tiles.v_new, tiles.s)})
             walk = FromStart(
@@ -379,10 +384,10 @@ def build(problem: Problem, config: Config):
                 elif thread < 448:
                     prepare_gates(walk, tiles, thread - 416, 1.0, g, A_log, dt_bias)
                 elif thread < 480:
-                    clear_list(listed, rows, block, blocks)
-                    store_outputs(walk, tiles, states, v_new)
+                    store_outputs(walk, tiles, states, v_new, listed)
                 else:
                     load_values(config, walk, tiles, v)
+            wait_if_early(early)
 
     return register_state_scan
 

@@ -9,7 +9,7 @@ As chunk_gradients, for K = V = 128 and chunks of 64, with S and dS' transposed 
     keys       dK_S = (gamma_L / gamma) o (V_new dS'^T)       dK_U = -gamma o (dW S^T)
                dK = dK_S + dK_U + dP^T Q + (dM + dM^T) K;     the rows of K o dK_S and K o dK_U
 
-The chunks are those of a band (macros/bands.py): its rows are the items, times key heads, and `listed` says where they lie.
+The chunks are those of a list (macros/chunk_lists.py), the rows of what is known of them. Rows times key heads are the items.
 
 Blocks are persistent and walk over (row, key head); the value heads of a key head follow one another and add up in registers.
 Three single warps load, one of them also the factors that g_sum gives; a fourth turns the sums into dg and dbeta. The
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
-from .macros.bands import COLUMNS, ROW, SLOT, START, VALID
+from .macros.chunk_lists import COLUMNS, ROW, SLOT, START, VALID
 from .macros.gates import LOG2E, RESET
 from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import load_column_factors, load_row_factors
@@ -620,7 +620,7 @@ def build(problem: Problem, config: Config):
         g_sum: T.Tensor((slots, HV, C), "float32"),
         beta_chunks: T.Tensor((slots, HV, C), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
-        listed: T.Tensor((rows, COLUMNS), "int32"),      # of register_gradient_scan
+        listed: T.Tensor((rows, COLUMNS), "int32"),      # of register_state_scan
         dq: T.Tensor((B, tokens, H, K), dtype),
         dk: T.Tensor((B, tokens, H, K), dtype),
         dg: T.Tensor((B, tokens, HV), "float32"),

@@ -16,10 +16,6 @@ from dataclasses import dataclass, replace
 from ..language import T, macro
 from .register_roles import Walk, item_of
 
-# Of a row of the list that tells where chunks lie. One without a chunk has no tokens, and says nothing else.
-SLOT, ROW, START, VALID = range(4)
-COLUMNS = 4
-
 
 def row_count(slots: int, places: int, bands: int) -> int:
     """Rows of the workspaces of a band."""
@@ -56,21 +52,3 @@ def band_item(walk, step):
     length = T.min(item.length, walk.high(item) * C) - low * C
     row = walk.row(item)
     return replace(item, first=item.first + low * C, length=length, slot=item.slot + low), row
-
-
-@macro
-def clear_list(listed, rows, block, blocks):
-    """Before list_chunk, and in another kernel."""
-    for turn in T.serial(T.ceildiv(rows - block, blocks)):
-        listed[block + turn * blocks, VALID] = 0
-
-
-@macro
-def list_chunk(listed, row, item, j, C):
-    """Write down where chunk j of an item lies."""
-    if item.head == 0:
-        if item.part == 0:
-            listed[row, SLOT] = item.slot + j
-            listed[row, ROW] = item.row
-            listed[row, START] = item.first + j * C
-            listed[row, VALID] = T.min(item.length - j * C, C)

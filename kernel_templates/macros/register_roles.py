@@ -11,6 +11,7 @@ from typing import Any
 from ..arch import Arch
 from ..contract import Buffer, Rejection, Role
 from ..language import T, macro
+from .launches import wait_for_the_kernel_before
 from .segments import locate_rank
 from .sequences import sequence_bounds
 from .states import read_transposed_state, state_shape
@@ -178,8 +179,8 @@ def load_rows(tiles, name, stage, source, count, landed, tails):
 
 
 @macro
-def load_keys(config, walk, tiles, k, Ab):
-    # K and Ab of every chunk
+def load_keys(config, walk, tiles, k, Ab, inverses_come_late=False):
+    # K and Ab of every chunk. Where the kernel before makes the inverses, it is waited for in front of the first of them.
     problem, C = walk.problem, walk.problem.C
     i = T.alloc_var("int32")
     tails = T.alloc_var("int32")
@@ -197,8 +198,14 @@ def load_keys(config, walk, tiles, k, Ab):
             if count < C:
                 tails = tails + 1
             signal(tiles.barriers, "k_full", config.key_stages, i)
+            if inverses_come_late:
+                if i == 0:
+                    wait_for_the_kernel_before()
             load(tiles, "Ab", 2, i, Ab[item.slot + j, item.head, 0:C, 0:C])
             i = i + 1
+    if inverses_come_late:
+        if i == 0:                       # this block ends behind the kernel before in any case
+            wait_for_the_kernel_before()
 
 
 @macro

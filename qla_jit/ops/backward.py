@@ -15,8 +15,10 @@ from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
 from ..errors import UnsupportedError
-from ..kernel_templates.macros.bands import COLUMNS, row_count
+from ..kernel_templates.macros.bands import row_count
+from ..kernel_templates.macros.chunk_lists import COLUMNS
 from ..kernel_templates.macros.register_roles import parts_of
+from ..kernel_templates.macros.segments import place_count
 from ..reference import L2NORM_EPS
 from ..settings import settings
 from ..tuning_records import Hardware
@@ -27,6 +29,7 @@ from .kept import FromForward
 from .operands import (
     aligned,
     chunk_inverses,
+    planned_segments,
     prepared_keys,
     scanned_chunks,
     segment_length,
@@ -38,7 +41,7 @@ from .operands import (
     with_float_parameters,
 )
 from .plan import Extents
-from .results import ForwardResult, Gradients, Segments, SegmentStates
+from .results import ForwardResult, Gradients, SegmentStates
 
 # Of states, their gradients and V_new of all chunks, from which on they are kept of half of the chunks at a time. The states of
 # the first half are then computed twice: a step's peak is 23 % lower, its backward 12 % slower (16,32:4096x8).
@@ -249,39 +252,50 @@ def _registers(
     dht: torch.Tensor | None,
     kept: FromForward,
 ) -> Iterator[ScannedGradients]:
-    launch, slots = kernels.launch, slots_of(inputs)
+    launch, slots, bands = kernels.launch, slots_of(inputs), bands_of(kernels, slots_of(inputs))
     initial_state, dh0 = _initial_state(inputs)
-    g_sum, beta = summed_gates(launch, inputs, slots)
-    Ab = _kept_inverses(inputs, kept)
+    is_split = "segment_plan" in launch
+    L = segment_length(kernels.dispatch.split, slots) if is_split else WHOLE_SEQUENCES
+    places = place_count(slots, inputs.N, L) if is_split else inputs.N
+    listed = torch.empty(
+        bands, row_count(slots, places, bands), COLUMNS, dtype=torch.int32, device=inputs.facts.device
+    )
+    g_sum, beta = summed_gates(launch, inputs, slots, listed.view(-1, COLUMNS))
+    Ab, found = _kept_inverses(inputs, kept), _kept_segments(kernels, inputs, kept)
+    is_planned_here = is_split and found is None
+    segments = planned_segments(launch, inputs, L) if is_planned_here else None if found is None else found.segments
     if Ab is None:
-        Ab = chunk_inverses(launch, inputs, k, slots)
-    found = _kept_segments(kernels, inputs, kept)
-    if "segment_plan" in launch:
-        if found is None:
-            found = segment_states(launch, inputs, k, v, Ab, initial_state, L=segment_length(kernels.dispatch.split, slots))
-        segments, transfers, entering = found
-        del found
-        scans = RegisterScans(
-            launch, inputs, q, k, v, do, Ab, segments.segments_before, places=segments.places, L=segments.L
-        )
-        behind = _gradients_behind(scans, segments, transfers, dht)
-        del transfers
-    else:
-        scans = RegisterScans(launch, inputs, q, k, v, do, Ab, None, places=inputs.N, L=WHOLE_SEQUENCES)
-        entering, behind = initial_state, dht
+        Ab = chunk_inverses(launch, inputs, k, slots, early=is_planned_here)
+    if is_planned_here:
+        found = segment_states(launch, inputs, k, v, Ab, initial_state, segments)
+    scans = RegisterScans(
+        launch, inputs, q, k, v, do, Ab, None if segments is None else segments.segments_before, places=places, L=L
+    )
     del Ab
-    bands = bands_of(kernels, slots)
-    room = scans.room(bands)
-    dv = torch.empty_like(v)
+    states, v_new = scans.room(listed.shape[1])
+    if found is None:
+        entering, behind = initial_state, dht
+    else:
+        entering, behind = found.states, states_of_segments(inputs, segments)
+        own = states_of_segments(inputs, segments)
+        warm_chunks = warm_chunks_of(launch["segment_plan_backwards"], inputs, None, places=places, L=L)
+        scans.own_gradients(dht, warm_chunks, own)
+        scans.states(entering, states, v_new, listed[0], bands, 0, early=True)
+        launch["segment_state_gradients"](
+            found.transfers, segments.warm_chunks, inputs.cu_seqlens, dht, own, behind, L, inputs.T, inputs.N
+        )
+        del own, warm_chunks, found
+        entering = entering if bands > 1 else None
+    state_gradients, dv = torch.empty_like(states), torch.empty_like(v)
+    carried = scans.room_between_bands(bands)
     for band in range(bands):
-        is_last = band == bands - 1
-        scans.states(entering, room, band)
-        if is_last:
-            del entering
-        scans.gradients(behind, room, band, dv, dh0)
-        if is_last:
-            del scans, behind            # memory is at its highest behind this
-        yield ScannedGradients(g_sum, beta, room.v_new, room.states, room.state_gradients, dv, dh0, room.listed)
+        follows_states = band > 0 or not is_split
+        if follows_states:
+            scans.states(entering, states, v_new, listed[band], bands, band, early=False)
+        scans.gradients(behind, state_gradients, dv, dh0, carried, bands, band, early=follows_states)
+        if band == bands - 1:
+            del scans, entering, behind, carried     # memory is at its highest behind this
+        yield ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0, listed[band])
 
 
 def _kept_segments(kernels: Kernels, inputs: CallInputs, kept: FromForward) -> SegmentStates | None:
@@ -311,18 +325,6 @@ SCANS = {"chunked": _chunked, "registers": _registers, "registers_split": _regis
 
 
 @dataclass(frozen=True)
-class Room:
-    """What is kept of the chunks of a band, each band in place of the one before."""
-
-    bands: int
-    states: torch.Tensor                         # [rows, HV, V, K]
-    state_gradients: torch.Tensor                # as states
-    v_new: torch.Tensor                          # [rows, HV, C, V]
-    listed: torch.Tensor                         # [rows, 4], int32: where the chunks lie
-    carried: torch.Tensor                        # [places, HV, V, K], fp32: gradients from band to band, if there are several
-
-
-@dataclass(frozen=True)
 class RegisterScans:
     """The scans that carry the state or its gradient in registers, of whole sequences or of all segments at once."""
 
@@ -338,49 +340,66 @@ class RegisterScans:
     places: int                                  # of segments; as many as there are sequences where those are whole
     L: int                                       # chunks per segment, or WHOLE_SEQUENCES
 
-    def room(self, bands: int) -> Room:
-        slots, HV, C, _ = self.Ab.shape
-        facts, rows = self.inputs.facts, row_count(slots, self.places, bands)
-        states, state_gradients = (
-            torch.empty(rows, HV, facts.V, facts.K, dtype=facts.dtype, device=facts.device) for _ in range(2)
-        )
-        v_new = torch.empty(rows, HV, C, facts.V, dtype=facts.dtype, device=facts.device)
-        listed = torch.empty(rows, COLUMNS, dtype=torch.int32, device=facts.device)
-        carried = torch.empty(
-            self.places if bands > 1 else 0, HV, facts.V, facts.K, dtype=torch.float32, device=facts.device
-        )
-        return Room(bands, states, state_gradients, v_new, listed, carried)
+    def room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the state that enters each chunk of a band, transposed, and its V_new: [rows, HV, V, K] and [rows, HV, C, V]."""
+        _, HV, C, _ = self.Ab.shape
+        facts = self.inputs.facts
+        states = torch.empty(rows, HV, facts.V, facts.K, dtype=facts.dtype, device=facts.device)
+        return states, torch.empty(rows, HV, C, facts.V, dtype=facts.dtype, device=facts.device)
 
-    def states(self, entering: torch.Tensor | None, room: Room, band: int) -> None:
-        """The state that enters each chunk of a band and its V_new, from the state that enters each place."""
+    def room_between_bands(self, bands: int) -> torch.Tensor:
+        """For the gradient of the state that goes from one band to the next, [places, HV, V, K]; no places without a next."""
+        facts = self.inputs.facts
+        places = self.places if bands > 1 else 0
+        return torch.empty(places, facts.HV, facts.V, facts.K, dtype=torch.float32, device=facts.device)
+
+    def states(
+        self,
+        entering: torch.Tensor | None,
+        states: torch.Tensor,
+        v_new: torch.Tensor,
+        listed: torch.Tensor,
+        bands: int,
+        band: int,
+        *,
+        early: bool,
+    ) -> None:
+        """What room() is for, from the state that enters each place. early: beside own_gradients()."""
         self.launch["register_state_scan"](
-            self.k, self.v, self.Ab, *self._gates, self.inputs.cu_seqlens, self.segments_before, entering, room.states,
-            room.v_new, room.listed, self.L, room.bands, band, self._blocks,
+            self.k, self.v, self.Ab, *self._gates, self.inputs.cu_seqlens, self.segments_before, entering, states, v_new,
+            listed, self.L, bands, band, int(early), self._blocks,
         )  # fmt: skip
 
     def gradients(
-        self, behind: torch.Tensor | None, room: Room, band: int, dv: torch.Tensor, in_front: torch.Tensor | None
+        self,
+        behind: torch.Tensor | None,
+        state_gradients: torch.Tensor,
+        dv: torch.Tensor,
+        in_front: torch.Tensor | None,
+        carried: torch.Tensor,
+        bands: int,
+        band: int,
+        *,
+        early: bool,
     ) -> None:
-        """From the gradient of the state behind each place to that in front of it, by the chunks of a band."""
-        self._scan_gradients(
-            "register_gradient_scan", behind, room.state_gradients, dv, in_front, None, room.listed, room.carried,
-            bands=room.bands, band=band, blocks=self._blocks,
-        )  # fmt: skip
+        """From the gradient of the state behind each place to that in front of it, by the chunks of a band. early: beside
+        states(), of which it needs nothing."""
+        outputs = (state_gradients, dv, in_front, None, carried)
+        self._scan_gradients("register_gradient_scan", behind, outputs, (bands, band, int(early), self._blocks))
 
     def own_gradients(self, dht: torch.Tensor | None, warm_chunks: torch.Tensor, in_front: torch.Tensor) -> None:
         """What each segment adds to the gradient in front of it."""
         # How long an item takes is decided by the gates, so a block for each: as in segment_scan.
-        self._scan_gradients(
-            "segment_gradient_scan", dht, None, None, in_front, warm_chunks, None, None, bands=1, band=0, blocks=self._items
-        )  # fmt: skip
+        outputs = (None, None, in_front, warm_chunks, None)
+        self._scan_gradients("segment_gradient_scan", dht, outputs, (1, 0, 0, self._items))
 
     def _scan_gradients(
-        self, step: str, behind: torch.Tensor | None, *outputs: torch.Tensor | None, bands: int, band: int, blocks: int
+        self, step: str, behind: torch.Tensor | None, outputs: tuple[torch.Tensor | None, ...], how: tuple[int, ...]
     ) -> None:
         scale = self.inputs.scale
         self.launch[step](
             self.q, self.k, self.do, self.Ab, *self._gates, self.inputs.cu_seqlens, self.segments_before, behind, *outputs,
-            scale, math.log2(scale) if scale else -math.inf, self.L, bands, band, blocks,
+            scale, math.log2(scale) if scale else -math.inf, self.L, *how,
         )  # fmt: skip
 
     @property
@@ -395,20 +414,6 @@ class RegisterScans:
     def _blocks(self) -> int:
         """Each takes every blocks-th item."""
         return min(self._items, gpu_info(self.inputs.facts.device).sm_count)
-
-
-def _gradients_behind(
-    scans: RegisterScans, segments: Segments, transfers: torch.Tensor, dht: torch.Tensor | None
-) -> torch.Tensor:
-    """The gradient of the state behind each segment, [places, HV, V, K]."""
-    launch, inputs = scans.launch, scans.inputs
-    own, behind = states_of_segments(inputs, segments), states_of_segments(inputs, segments)
-    warm_chunks = warm_chunks_of(launch["segment_plan_backwards"], inputs, None, places=segments.places, L=segments.L)
-    scans.own_gradients(dht, warm_chunks, own)
-    launch["segment_state_gradients"](
-        transfers, segments.warm_chunks, inputs.cu_seqlens, dht, own, behind, segments.L, inputs.T, inputs.N
-    )
-    return behind
 
 
 def _initial_state(inputs: CallInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -76,21 +76,27 @@ def scanned_chunks(
 
 
 def summed_gates(
-    launch: dict[str, Callable[..., None]], inputs: CallInputs, slots: int
+    launch: dict[str, Callable[..., None]], inputs: CallInputs, slots: int, listed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gates of each chunk, summed from its first token on, and its write strengths: both [slots, HV, C], fp32."""
+    """The gates of each chunk, summed from its first token on, and its write strengths: both [slots, HV, C], fp32.
+
+    listed: a list of chunks to be cleared, [rows, 4], int32, where the kernel does."""
     facts = inputs.facts
     shape = (slots, facts.HV, facts.chunk_size)
     g_sum, beta = (torch.empty(shape, dtype=torch.float32, device=facts.device) for _ in range(2))
-    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, g_sum, beta)
+    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, g_sum, beta, listed)
     return g_sum, beta
 
 
-def chunk_inverses(launch: dict[str, Callable[..., None]], inputs: CallInputs, k: torch.Tensor, slots: int) -> torch.Tensor:
-    """The inverse of each chunk without gates, [slots, HV, C, C]."""
+def chunk_inverses(
+    launch: dict[str, Callable[..., None]], inputs: CallInputs, k: torch.Tensor, slots: int, *, early: bool
+) -> torch.Tensor:
+    """The inverse of each chunk without gates, [slots, HV, C, C].
+
+    early: beside the kernel before, which is segment_plan (macros/launches.py says what else that asks for)."""
     facts = inputs.facts
     Ab = torch.empty(slots, facts.HV, facts.chunk_size, facts.chunk_size, dtype=facts.dtype, device=facts.device)
-    launch["chunk_inverse"](k, inputs.beta, inputs.cu_seqlens, Ab)
+    launch["chunk_inverse"](k, inputs.beta, inputs.cu_seqlens, Ab, int(early))
     return Ab
 
 
@@ -101,11 +107,9 @@ def segment_states(
     v: torch.Tensor,
     Ab: torch.Tensor,
     initial_state: torch.Tensor | None,
-    *,
-    L: int,
+    segments: Segments,
 ) -> SegmentStates:
-    """Sequences in segments of L chunks."""
-    segments = _planned_segments(launch, inputs, L)
+    """The state that enters each of the segments."""
     transfers = _segment_transfers(launch, inputs, k, v, Ab, segments)
     states = states_of_segments(inputs, segments)
     launch["segment_states"](
@@ -119,7 +123,8 @@ def segment_length(split: int | None, slots: int) -> int:
     return slots if split is None else split
 
 
-def _planned_segments(launch: dict[str, Callable[..., None]], inputs: CallInputs, L: int) -> Segments:
+def planned_segments(launch: dict[str, Callable[..., None]], inputs: CallInputs, L: int) -> Segments:
+    """Sequences in segments of L chunks."""
     places = place_count(slots_of(inputs), inputs.N, L)
     segments_before = torch.empty(inputs.N + 1, dtype=torch.int32, device=inputs.facts.device)
     warm_chunks = warm_chunks_of(launch["segment_plan"], inputs, segments_before, places=places, L=L)

@@ -19,6 +19,7 @@ from .inputs import CallFacts, CallInputs
 from .operands import (
     aligned,
     chunk_inverses,
+    planned_segments,
     prepared_keys,
     scanned_chunks,
     segment_length,
@@ -106,7 +107,7 @@ def _chunked(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
 def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     q, k = prepared_keys(kernels.launch, inputs)
     v = aligned(inputs.v)
-    Ab = chunk_inverses(kernels.launch, inputs, k, slots_of(inputs))
+    Ab = chunk_inverses(kernels.launch, inputs, k, slots_of(inputs), early=False)
     initial_state, final_state = _states(inputs)
     o = _rest_of_forward(
         kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, None, places=inputs.N, chunks_per_segment=0
@@ -119,9 +120,10 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     q, k = prepared_keys(launch, inputs)
     v = aligned(inputs.v)
     slots = slots_of(inputs)
-    Ab = chunk_inverses(launch, inputs, k, slots)
+    segments = planned_segments(launch, inputs, segment_length(kernels.split, slots))
+    Ab = chunk_inverses(launch, inputs, k, slots, early=True)
     initial_state, final_state = _states(inputs)
-    found = segment_states(launch, inputs, k, v, Ab, initial_state, L=segment_length(kernels.split, slots))
+    found = segment_states(launch, inputs, k, v, Ab, initial_state, segments)
     o = _rest_of_forward(
         launch, inputs, q, k, v, Ab, found.states, final_state, found.segments.segments_before,
         places=found.segments.places, chunks_per_segment=found.segments.L,

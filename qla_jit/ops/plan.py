@@ -203,18 +203,18 @@ def fused_steps(facts: CallFacts) -> dict[str, Step]:
 
 def split_steps(facts: CallFacts) -> dict[str, Step]:
     """As fused, with long sequences cut into segments that are computed side by side."""
-    steps = fused_steps(facts)
-    rest = steps.pop("register_state_forward")
-    return steps | segment_steps(facts) | {
+    rest = fused_steps(facts)["register_state_forward"]
+    return unit_row_steps(facts) | segment_steps(facts) | {
         "register_state_forward": Step(rest.template, dataclasses.replace(rest.problem, initial_state_dtype=None, split=True)),
     }  # fmt: skip
 
 
 def segment_steps(facts: CallFacts) -> dict[str, Step]:
-    """The state that enters every segment."""
+    """The inverse of each chunk, and the state that enters every segment."""
     scan = segment_scan.Problem(**key_side(facts), V=facts.V, **gate_sources(facts))
     return {
         "segment_plan": forgetting(facts, backwards=False),
+        "chunk_inverse": ungated_inverses(facts),
         "segment_scan": Step(segment_scan.TEMPLATE, scan),
         "segment_states": Step(segment_states.TEMPLATE, segment_states.Problem(**boundaries(facts), **initial_state(facts))),
     }
@@ -246,6 +246,7 @@ def register_backward_steps(facts: CallFacts) -> dict[str, Step]:
     return around_register_scans(
         facts,
         {
+            "chunk_inverse": ungated_inverses(facts),
             "register_state_scan": Step(register_state_scan.TEMPLATE, states),
             "register_gradient_scan": Step(register_gradient_scan.TEMPLATE, gradients),
         },
@@ -268,8 +269,8 @@ def split_register_backward_steps(facts: CallFacts) -> dict[str, Step]:
         | {
             "segment_plan_backwards": forgetting(facts, backwards=True),
             "segment_gradient_scan": Step(register_gradient_scan.TEMPLATE, own),
-            "segment_state_gradients": Step(segment_state_gradients.TEMPLATE, between),
             "register_state_scan": Step(register_state_scan.TEMPLATE, states),
+            "segment_state_gradients": Step(segment_state_gradients.TEMPLATE, between),
             "register_gradient_scan": Step(register_gradient_scan.TEMPLATE, gradients),
         },
     )
@@ -286,8 +287,7 @@ def register_scans(facts: CallFacts) -> tuple[register_state_scan.Problem, regis
 
 def around_register_scans(facts: CallFacts, scans: dict[str, Step]) -> dict[str, Step]:
     return unit_row_steps(facts) | {
-        "gate_cumsum": summed_gates(facts, beta_floor=BETA_FLOORS[facts.dtype]),
-        "chunk_inverse": ungated_inverses(facts),
+        "gate_cumsum": summed_gates(facts, beta_floor=BETA_FLOORS[facts.dtype], clears_list=True),
     } | scans | chunk_gradient_steps(facts, states_v_first=True)  # fmt: skip
 
 
@@ -343,10 +343,10 @@ def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[
     return rejection
 
 
-def summed_gates(facts: CallFacts, *, beta_floor: int | None) -> Step:
+def summed_gates(facts: CallFacts, *, beta_floor: int | None, clears_list: bool = False) -> Step:
     problem = gate_cumsum.Problem(
         HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strength_sources(facts),
-        beta_floor=beta_floor,
+        beta_floor=beta_floor, clears_list=clears_list,
     )  # fmt: skip
     return Step(gate_cumsum.TEMPLATE, problem)
 

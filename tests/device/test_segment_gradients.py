@@ -26,6 +26,7 @@ from qla_jit.kernel_templates import (
 )
 from qla_jit.kernel_templates.arch import SM90A
 from qla_jit.kernel_templates.contract import Template
+from qla_jit.kernel_templates.macros.chunk_lists import COLUMNS
 from qla_jit.kernel_templates.macros.register_roles import ROWS
 from qla_jit.kernel_templates.macros.segments import place_count
 from qla_jit.kernel_templates.macros.sequences import slot_count
@@ -39,6 +40,7 @@ pytestmark = [
 
 C, K = 64, 128
 SCALE = K**-0.5
+ALL_CHUNKS = (1, 0, 0)                   # in one band, which waits for the kernel before
 
 # Both round at the same places, but the states at another scale; each differs from float64 by up to 4e-3.
 BOUND = 6e-3
@@ -134,7 +136,7 @@ class Scans:
         B, self.T = self.k.shape[:2]
         self.slots = slot_count(B, self.T, self.N, C, case.packed)
         self.Ab = self.nan(self.slots, C, C, dtype=torch.bfloat16)
-        self.launch["chunk_inverse"](self.k, self.beta, self.cu_seqlens, self.Ab)
+        self.launch["chunk_inverse"](self.k, self.beta, self.cu_seqlens, self.Ab, 0)
 
     def nan(self, places: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((places, self.case.HV, *shape), math.nan, dtype=dtype, device="cuda")
@@ -179,9 +181,10 @@ class Scans:
     def scan_states(
         self, kernel: str, initial: torch.Tensor | None, out: Scanned, places: int, L: int, before: torch.Tensor | None = None
     ) -> None:
+        listed = torch.empty(self.slots, COLUMNS, dtype=torch.int32, device="cuda")
         self.launch[kernel](
-            self.k, self.v, self.Ab, self.g, None, None, self.cu_seqlens, before, initial, out.states, out.v_new, L,
-            self.blocks(places),
+            self.k, self.v, self.Ab, self.g, None, None, self.cu_seqlens, before, initial, out.states, out.v_new, listed, L,
+            *ALL_CHUNKS, self.blocks(places),
         )  # fmt: skip
 
     def scan_gradients(
@@ -196,9 +199,10 @@ class Scans:
         before: torch.Tensor | None = None,
         warm_chunks: torch.Tensor | None = None,
     ) -> None:
+        carried = None if state_gradients is None else torch.empty(0, self.case.HV, self.case.V, K, device="cuda")
         self.launch[kernel](
             self.q, self.k, self.do, self.Ab, self.g, None, None, self.cu_seqlens, before, behind, state_gradients, dv,
-            in_front, warm_chunks, SCALE, math.log2(SCALE), L, self.blocks(places),
+            in_front, warm_chunks, carried, SCALE, math.log2(SCALE), L, *ALL_CHUNKS, self.blocks(places),
         )  # fmt: skip
 
     def blocks(self, places: int) -> int:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from qla_jit.device import GpuInfo
 from qla_jit.kernel_templates.arch import SM90A
-from qla_jit.kernel_templates.macros.bands import VALID
+from qla_jit.kernel_templates.macros.chunk_lists import VALID
 from qla_jit.ops.inputs import CallInputs
 from qla_jit.reference import RESET_GATE, beta_from_logits, gate, l2norm
 
@@ -26,8 +26,8 @@ SCANS = {
     "chunked": ("gate_cumsum", "triangular_solve", "state_scan", "state_gradient_scan"),
     "registers": ("gate_cumsum", "chunk_inverse", "register_state_scan", "register_gradient_scan"),
     "registers_split": (
-        "gate_cumsum", "chunk_inverse", "segment_plan", "segment_scan", "segment_states",
-        "segment_plan_backwards", "segment_gradient_scan", "segment_state_gradients", "register_state_scan",
+        "gate_cumsum", "segment_plan", "chunk_inverse", "segment_scan", "segment_states",
+        "segment_plan_backwards", "segment_gradient_scan", "register_state_scan", "segment_state_gradients",
         "register_gradient_scan",
     ),
 }  # fmt: skip
@@ -105,7 +105,9 @@ class Kernels:
         q_unit.copy_(l2norm(q, eps))
         k_unit.copy_(l2norm(k, eps))
 
-    def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks):
+    def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks, listed=None):
+        if listed is not None:
+            listed[:, VALID] = 0
         if self.facts.use_gate_in_kernel:
             g = gate(g.float(), A_log, dt_bias)
         strengths = self.strengths(beta)
@@ -131,7 +133,7 @@ class Kernels:
             L = (beta[:, None] * self.Gamma(g_sum, slot, tokens, h) * (K @ K.T)).tril(-1)
             A[slot, h, :n, :n] = torch.linalg.inv(torch.eye(n).double() + L) * beta
 
-    def chunk_inverse(self, k, beta, cu_seqlens, Ab):
+    def chunk_inverse(self, k, beta, cu_seqlens, Ab, early=0):
         strengths = self.strengths(beta).double()
         Ab.zero_()
         for slot, row, tokens, h, key_head in self.chunks():
@@ -175,10 +177,16 @@ class Kernels:
 
     def register_state_scan(
         self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, initial_state, states, v_new, listed,
-        chunks_per_segment, bands, band, blocks,
+        chunks_per_segment, bands, band, early, blocks,
     ):  # fmt: skip
         assert blocks == self.blocks(chunks_per_segment, initial_state)
-        listed[:, VALID] = 0
+        assert early == (band == 0 < chunks_per_segment)
+        assert not listed[:, VALID].any()
+        for segment in self.segments(chunks_per_segment):
+            rows = segment.rows(bands, band)
+            for slot, row, tokens in segment.chunks:
+                if slot in rows:
+                    listed[rows[slot]] = torch.tensor([slot, row, tokens.start, length(tokens)])
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
         self.state_scan(
             k, v, A, g_sum, cu_seqlens, initial_state, states.mT, v_new, None, L=chunks_per_segment, bands=bands, band=band
@@ -186,12 +194,12 @@ class Kernels:
 
     def segment_gradient_scan(
         self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, final_state_gradient, state_gradients, dv,
-        own_gradients, warm_chunks, listed, carried, scale, log2_scale, chunks_per_segment, bands, band, blocks,
+        own_gradients, warm_chunks, carried, scale, log2_scale, chunks_per_segment, bands, band, early, blocks,
     ):  # fmt: skip
         assert blocks == len(own_gradients) * self.facts.HV
         assert (warm_chunks == -2).all()
-        assert state_gradients is dv is listed is carried is None
-        assert (bands, band) == (1, 0)
+        assert state_gradients is dv is carried is None
+        assert (bands, band, early) == (1, 0, 0)
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
         for segment in self.segments(chunks_per_segment):
             for h, key_head in self.heads:
@@ -221,9 +229,10 @@ class Kernels:
     def register_gradient_scan(
         self, q, k, do, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, final_state_gradient, state_gradients, dv,
         initial_state_gradient,
-        warm_chunks, listed, carried, scale, log2_scale, chunks_per_segment, bands, band, blocks,
+        warm_chunks, carried, scale, log2_scale, chunks_per_segment, bands, band, early, blocks,
     ):  # fmt: skip
         assert warm_chunks is None
+        assert early == (band > 0 or chunks_per_segment == 0)
         assert blocks == self.blocks(chunks_per_segment, final_state_gradient)
         assert 2**log2_scale == pytest.approx(scale)
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
@@ -231,11 +240,6 @@ class Kernels:
             q, k, do, A, g_sum, cu_seqlens, final_state_gradient, state_gradients.mT, dv, initial_state_gradient, scale,
             L=chunks_per_segment, bands=bands, band=band, carried=carried,
         )  # fmt: skip
-        for segment in self.segments(chunks_per_segment):
-            rows = segment.rows(bands, band)
-            for slot, row, tokens in segment.chunks:
-                if slot in rows:
-                    listed[rows[slot]] = torch.tensor([slot, row, tokens.start, length(tokens)])
 
     def blocks(self, L, by_place):
         return min((len(by_place) if L else len(self.sequences)) * self.facts.HV, H200.sm_count)

@@ -164,8 +164,9 @@ def test_inverses_that_are_of_no_use_are_not_looked_at(strategy: str, C: int, ru
 def segments_of_a_forward(inputs: CallInputs, L: int) -> SegmentStates:
     stand_ins = Kernels(inputs, "registers_split")
     launch = {step: getattr(stand_ins, step) for step in ("chunk_inverse", *OF_SEGMENTS)}
-    Ab = operands.chunk_inverses(launch, inputs, inputs.k, operands.slots_of(inputs))
-    return operands.segment_states(launch, inputs, inputs.k, inputs.v, Ab, inputs.initial_state, L=L)
+    segments = operands.planned_segments(launch, inputs, L)
+    Ab = operands.chunk_inverses(launch, inputs, inputs.k, operands.slots_of(inputs), early=True)
+    return operands.segment_states(launch, inputs, inputs.k, inputs.v, Ab, inputs.initial_state, segments)
 
 
 @pytest.mark.parametrize("gates", ["mixed", "reset"])

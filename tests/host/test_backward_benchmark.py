@@ -40,7 +40,29 @@ def test_the_rows_are_those_of_flash_qla_with_ours_and_what_matters_most_comes_f
     assert [system.name for system in training.TRAINING_SYSTEMS] == ["qla_jit", "flash_qla", "fla"]
 
 
-def test_each_gradient_is_held_against_float64_and_a_system_that_cannot_is_recorded(on_the_cpu):
+def test_errors_are_told_over_all_sets_together():
+    exact = [[torch.tensor([3.0, 4.0]).double() for _ in training.NAMES], [torch.zeros(2).double() for _ in training.NAMES]]
+    found = [[torch.tensor([3.0, 4.5]) for _ in training.NAMES], [torch.tensor([0.0, -1.2]) for _ in training.NAMES]]
+    assert backward.errors((lambda x=x: x for x in found), exact) == dict.fromkeys(training.NAMES, 1.3 / 5)
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "sets"), [((2**18,), 1), ((2**16,), 4), ((2**17,) * 2, 1), ((8,), backward.ERROR_SETS)], ids=str
+)
+def test_errors_are_told_over_as_many_sets_as_make_a_million_values(monkeypatch, seqlens, sets):
+    made = []
+    monkeypatch.setattr(backward, "make_inputs", lambda row, seed, **_: made.append(seed) or inputs[0])
+    monkeypatch.setattr(backward, "make_cotangents", lambda x, seed: seed)
+    inputs = [workload.make_inputs(ROW, device="cpu")] * 3
+    found = backward.error_sets(workload.Row(2, 4, seqlens), inputs, [0, 1, 2])
+    assert [seed for _, seed in found] == list(range(sets))
+    assert made == list(range(3, sets))
+
+
+def test_each_gradient_is_held_against_float64_and_a_system_that_cannot_is_recorded(on_the_cpu, monkeypatch):
+    exact, held_against = backward.float64_gradients, []
+    monkeypatch.setattr(backward, "float64_gradients", lambda x, y: held_against.append(x) or exact(x, y))
+
     def refused(x, y):
         raise ValueError("K must be 64")
 
@@ -48,6 +70,7 @@ def test_each_gradient_is_held_against_float64_and_a_system_that_cannot_is_recor
     found = backward.measure_row(ROW, [ours, systems.System("fla", "torch", "torch", refused)], timing.Budget(None))
     assert found["fla"] == {"failed": "ValueError: K must be 64"}
     errors = found["qla_jit"].pop("rel_l2")
+    assert len(held_against) == backward.ERROR_SETS
     assert list(errors) == list(results.OUTPUTS["backward"])
     assert all(1e-8 < error < 3e-3 for error in errors.values()), errors         # bf16 gradients of a float32 reference
     assert errors["dg"] < 1e-5
@@ -68,6 +91,7 @@ def test_what_a_graph_reads_stays_while_it_is_timed(on_the_cpu, monkeypatch):
         assert all(inverses() is not None for inverses in kept.values())
         return dict.fromkeys(graphs, 0.25)
 
+    monkeypatch.setattr(backward, "ERROR_SETS", 1)
     monkeypatch.setattr(backward, "interleaved_ms", timed)
     backward.measure_row(ROW, [systems.System(name, "torch", "torch", prepare) for name in "ab"], timing.Budget(None))
     assert len(kept) == 2

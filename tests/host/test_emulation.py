@@ -22,7 +22,8 @@ from emulated_helpers import HELPERS, LANE_HELPERS
 from emulated_memory import Pointer
 
 from qla_jit.kernel_templates.arch import SM90A
-from qla_jit.kernel_templates.macros.bands import COLUMNS, VALID, row_count
+from qla_jit.kernel_templates.macros.bands import row_count
+from qla_jit.kernel_templates.macros.chunk_lists import COLUMNS, VALID
 from qla_jit.kernel_templates.macros.segments import place_count
 from qla_jit.kernel_templates.macros.sequences import slot_count
 
@@ -282,16 +283,20 @@ BANDED = [Run(bands=2), Run("decaying", bands=3, ends=False), Run("reset", L=2, 
 def test_register_state_scan(run: Run) -> None:
     scan = Scan(run)
     of_rows = scan.nan(scan.rows, HV, run.V, K), scan.nan(scan.rows, HV, C, run.V)
-    found = [torch.full_like(x, math.nan) for x in scan.states]
+    found, where = [torch.full_like(x, math.nan) for x in scan.states], {}
     for band in range(run.bands):
-        listed = torch.full((scan.rows, COLUMNS), 99, dtype=torch.int32)
+        listed = torch.zeros(scan.rows, COLUMNS, dtype=torch.int32)
         scan.launch(
             "register_state_scan", scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), *of_rows, listed, run.L,
-            run.bands, band, BLOCKS,
+            run.bands, band, 0, BLOCKS,
         )  # fmt: skip
-        assert not listed[:, VALID].any()
+        rows = scan.rows_of(band)
+        assert {row for row in range(scan.rows) if listed[row, VALID] > 0} == {*rows.values()}
+        where |= {slot: listed[row].tolist() for slot, row in rows.items()}
         for given, actual in zip(of_rows, found, strict=True):
             scan.to_slots(band, given, actual)
+    chunks = [chunk for chunks in scan.kernels.sequences for chunk in chunks]
+    assert where == {slot: [slot, row, at.start, at.stop - at.start] for slot, row, at in chunks}
     for actual, expected in zip(found, scan.states, strict=True):
         scan.check("slots", 3.5e-3, actual, expected)
 
@@ -303,20 +308,14 @@ def test_register_gradient_scan(run: Run) -> None:
     dh0 = scan.nan_states() if run.ends else None
     carried = scan.nan(scan.places, HV, run.V, K, dtype=torch.float32)
     expected_states, expected_dv, expected_dh0 = scan.gradients
-    states, where = torch.full_like(expected_states, math.nan), {}
+    states = torch.full_like(expected_states, math.nan)
     for band in range(run.bands):
-        listed = torch.zeros(scan.rows, COLUMNS, dtype=torch.int32)
         scan.launch(
             "register_gradient_scan", scan.q, scan.k, scan.do, scan.Ab, *scan.gates, scan.final_gradients(), of_rows, dv, dh0,
-            None, listed, carried, SCALE, math.log2(SCALE), run.L, run.bands, band, BLOCKS,
+            None, carried, SCALE, math.log2(SCALE), run.L, run.bands, band, 0, BLOCKS,
             has_final_state_gradient=run.ends and not run.L, has_initial_state=run.ends,
         )  # fmt: skip
         scan.to_slots(band, of_rows, states)
-        rows = scan.rows_of(band)
-        assert {row for row in range(scan.rows) if listed[row, VALID] > 0} == {*rows.values()}
-        where |= {slot: listed[row].tolist() for slot, row in rows.items()}
-    chunks = [chunk for chunks in scan.kernels.sequences for chunk in chunks]
-    assert where == {slot: [slot, row, at.start, at.stop - at.start] for slot, row, at in chunks}
     scan.check("slots", 3e-3, states, expected_states)
     scan.check("tokens", 4e-3, dv, expected_dv)
     scan.check_tail(dv)
@@ -346,7 +345,7 @@ def test_gradients_that_segments_add(run: Run, warm: int) -> None:
             expected[segment.place, head] = scan.kernels.gradient_in_front(dS, chunks, head, 0, q, k, do, A, g_sum, SCALE).mT
     scan.launch(
         "register_gradient_scan", scan.q, scan.k, scan.do, scan.Ab, *scan.gates, scan.dht, None, None, own, warm_chunks,
-        None, None, SCALE, math.log2(SCALE), run.L, 1, 0, BLOCKS,
+        None, SCALE, math.log2(SCALE), run.L, 1, 0, 0, BLOCKS,
         has_final_state_gradient=run.ends, has_initial_state=False, transfers_only=True,
     )  # fmt: skip
     check_places(own, expected, 2.5e-3)

@@ -77,7 +77,7 @@ def configs(kernel: str) -> Iterator[dict[str, Any]]:
 
 
 def traced(
-    kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int, bands: int = 1, band: int = 0
+    kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int, bands: int = 1, band: int = 0, early: int = 0
 ) -> Trace:
     template, problem, by_segments = KERNELS[kernel]
     starts = [0, *itertools.accumulate(lengths)]
@@ -105,7 +105,7 @@ def traced(
             cu_seqlens=starts.__getitem__, listed=lambda row, which: listed[row][which],
             segments_before=before.__getitem__, warm_chunks=lambda place, head: -1 if head else 1,
         ),
-        scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, bands=bands, band=band, blocks=BLOCKS),
+        scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, bands=bands, band=band, early=early, blocks=BLOCKS),
         block=BLOCK,
         **by_chunk,
     )
@@ -128,6 +128,32 @@ def test_shared_tiles_are_never_in_use_twice_where_chunks_go_in_bands(kernel: st
     for bands in (2, 3):
         for band in range(bands):
             assert check(traced(kernel, config, lengths, L, bands, band)) == [], f"band {band} of {bands}"
+
+
+# Who waits for the kernel before, where not all do: the others need nothing of it.
+WHO_WAITS = {
+    "forward": {"warp 12"}, "forward-narrow": {"warp 12"}, "forward-split": {"state 0", "state 1"},
+    "gradients": {"state 0", "state 1", "warp 14"}, "gradients-split": {"state 0", "state 1", "warp 14"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [*LENGTHS, (0, 0)], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_whoever_needs_the_kernel_before_waits_for_it_first(kernel: str, lengths: tuple[int, ...]) -> None:
+    """Also a block without chunks waits: it would else end before the kernel before."""
+    found = traced(kernel, next(configs(kernel)), lengths, 2 if KERNELS[kernel][2] else L_WHOLE)
+    waiting = {agent for agent, waits in found.waits.items() if waits}
+    assert waiting == WHO_WAITS.get(kernel, {*found.waits})
+    for agent in waiting:
+        needed = {"Ab"} if WHO_WAITS.get(kernel) == {"warp 12"} else None        # of what it touches; None: all
+        events = found.events[agent][: found.waits[agent][0]]
+        assert not [region for event in events for region in event.regions if needed is None or region.tile in needed]
+
+
+@pytest.mark.parametrize("kernel", ["states", "states-split", "gradients", "gradients-split"])
+def test_a_kernel_beside_the_one_before_waits_for_it_last(kernel: str) -> None:
+    found = traced(kernel, next(configs(kernel)), LENGTHS[1], 2 if KERNELS[kernel][2] else L_WHOLE, early=1)
+    assert found.waits == {agent: [len(events)] for agent, events in found.events.items()}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
