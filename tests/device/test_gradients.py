@@ -302,8 +302,7 @@ def test_gradients_of_bands_match_float64_autograd(case: Case, name: str, bands:
     fill_free_memory_with_nan()
     with computed_by(name, 4, bands):
         actual, do = gradients_alone(call)
-    bounds = {"initial_state": BOUND_OF_SPLIT_INITIAL_STATE} if name == "registers_split" else {}
-    check(actual, expected_gradients(call), do, bounds_of(case) | bounds)
+    check(actual, expected_gradients(call), do, bounds_of(case) | {"initial_state": BOUND_OF_SPLIT_INITIAL_STATE})
 
 
 def told(value: Any) -> str:
