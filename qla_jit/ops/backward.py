@@ -261,13 +261,8 @@ def _registers(
         bands, row_count(slots, places, bands), COLUMNS, dtype=torch.int32, device=inputs.facts.device
     )
     g_sum, beta = summed_gates(launch, inputs, slots, listed.view(-1, COLUMNS))
-    Ab, found = _kept_inverses(inputs, kept), _kept_segments(kernels, inputs, kept)
-    is_planned_here = is_split and found is None
-    segments = planned_segments(launch, inputs, L) if is_planned_here else None if found is None else found.segments
-    if Ab is None:
-        Ab = chunk_inverses(launch, inputs, k, slots, early=is_planned_here)
-    if is_planned_here:
-        found = segment_states(launch, inputs, k, v, Ab, initial_state, segments)
+    Ab, found = _inverses_and_segments(kernels, inputs, k, v, initial_state, kept, L)
+    segments = None if found is None else found.segments
     scans = RegisterScans(
         launch, inputs, q, k, v, do, Ab, None if segments is None else segments.segments_before, places=places, L=L
     )
@@ -275,7 +270,7 @@ def _registers(
     states, v_new = scans.room(listed.shape[1])
     if found is None:
         entering, behind = initial_state, dht
-    else:
+    else:                                # what each adds to the gradient in front of it, and beside that the states of chunks
         entering, behind = found.states, states_of_segments(inputs, segments)
         own = states_of_segments(inputs, segments)
         warm_chunks = warm_chunks_of(launch["segment_plan_backwards"], inputs, None, places=places, L=L)
@@ -296,6 +291,27 @@ def _registers(
         if band == bands - 1:
             del scans, entering, behind, carried     # memory is at its highest behind this
         yield ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0, listed[band])
+
+
+def _inverses_and_segments(
+    kernels: Kernels,
+    inputs: CallInputs,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    kept: FromForward,
+    L: int,
+) -> tuple[torch.Tensor, SegmentStates | None]:
+    """Those of the forward where it kept them, else made here; no segments where sequences are whole."""
+    launch, segments = kernels.launch, None
+    Ab, found = _kept_inverses(inputs, kept), _kept_segments(kernels, inputs, kept)
+    if "segment_plan" in launch and found is None:
+        segments = planned_segments(launch, inputs, L)
+    if Ab is None:
+        Ab = chunk_inverses(launch, inputs, k, slots_of(inputs), early=segments is not None)
+    if segments is not None:
+        found = segment_states(launch, inputs, k, v, Ab, initial_state, segments)
+    return Ab, found
 
 
 def _kept_segments(kernels: Kernels, inputs: CallInputs, kept: FromForward) -> SegmentStates | None:
