@@ -22,10 +22,12 @@ EXACT_SHARE, WARM_CHUNKS = 0.25, 4
 # goes with segments was fitted to 61 times of eleven sizes, and with it the best of both directions together is taken at each.
 STATE_STEPS = ((0.55, 1.9), (0.85, 2.4), (1.0, 3.0))
 GRADIENT_STEPS = ((0.55, 2.66), (0.85, 3.0), (1.0, 3.5))
+# Both scans run side by side where they leave so many SMs free that memory does not slow them: over the longer one, then.
+BESIDE_SHARE, BESIDE = 0.55, 1.12
 GRADIENT_ITEM = 8.0                      # both scans, beside the chunks of an item
 TRANSFER_STEP, TRANSFER_ITEM = 1.2, 10.0
 GRADIENT_BOUNDARY = 1.1                  # segment_state_gradients, and as much segment_states
-GRADIENT_SPLIT = 45.0                    # what else a split costs
+GRADIENT_SPLIT = 35.0                    # what else a split costs
 OWN_SEGMENTS = 9.0                       # three kernels more where the forward does not share what it found out
 
 SEGMENTS = tuple(2**power for power in range(2, 12))
@@ -47,8 +49,10 @@ def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_co
 
 def whole_backward_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
     """Expected time of both scans of the backward without a split."""
-    steps = steps_of_wholes(rows, longest, chunks, sm_count)
-    return sum(chain_us(table, rows * chunks, steps, sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
+    steps, tables = steps_of_wholes(rows, longest, chunks, sm_count), (STATE_STEPS, GRADIENT_STEPS)
+    if 2 * rows * chunks <= BESIDE_SHARE * steps * sm_count:
+        return BESIDE * max(chain_us(table, 2 * rows * chunks, steps, sm_count) for table in tables)
+    return sum(chain_us(table, rows * chunks, steps, sm_count) for table in tables)
 
 
 def split_backward_us(
