@@ -37,8 +37,8 @@ from .macros.register_gates import (
     load_first_column_factors,
     load_row_factors,
     load_state_scale,
+    prepare_gates,
     scale_state,
-    sum_gates,
 )
 from .macros.register_outputs import (
     PRELUDE,
@@ -206,13 +206,12 @@ class WarmWalk(Walk):
 
 
 @macro
-def locate(walk, step):
-    """An item of the block, and the row of its first chunk in the outputs."""
+def item_at(walk, step):
+    """With no chunks but those of the band; transfers are of all chunks."""
     if walk.problem.transfers_only:
-        return item_of(walk, step), 0
+        return item_of(walk, step)
     else:
-        item, row = band_item(walk, step)
-        return item, row
+        return band_item(walk, step)
 
 
 @macro
@@ -280,7 +279,7 @@ def hold_state(config, walk, tiles, thread, final_state_gradient, carried, initi
     i = T.alloc_var("int32")             # chunks since the block began
     i = 0
     for step in T.serial(walk.steps):
-        item, _ = locate(walk, step)
+        item = item_at(walk, step)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
         read_state(walk, item, final_state_gradient, carried, state)
@@ -371,7 +370,7 @@ def make_products(config, walk, tiles, thread, log2_scale):
     total = T.alloc_var("int32")
     total = 0
     for step in T.serial(walk.steps):
-        item, _ = locate(walk, step)
+        item = item_at(walk, step)
         total = total + walk.chunks(item)
     for i in T.serial(total):
         stage = i % config.key_stages
@@ -397,21 +396,6 @@ def make_products(config, walk, tiles, thread, log2_scale):
 
 
 @macro
-def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias):
-    i = T.alloc_var("int32")
-    i = 0
-    for step in T.serial(walk.steps):
-        item, _ = locate(walk, step)
-        chunks = T.alloc_var("int32")
-        chunks = walk.chunks(item)
-        sum_gates(
-            walk.problem, item.row, item.first, item.first + item.length, chunks, item.head, lane, scale, g, A_log, dt_bias,
-            tiles, i, backwards=True,
-        )  # fmt: skip
-        i = i + chunks
-
-
-@macro
 def load_keys(config, walk, tiles, q, k):
     # K and Q of every chunk, the last first
     problem, C = walk.problem, walk.problem.C
@@ -420,7 +404,7 @@ def load_keys(config, walk, tiles, q, k):
     i = 0
     tails = 0
     for step in T.serial(walk.steps):
-        item, _ = locate(walk, step)
+        item = item_at(walk, step)
         key_head = item.head // (problem.HV // problem.H)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
@@ -449,7 +433,7 @@ def load_values(walk, tiles, do, Ab):
     i = 0
     tails = 0
     for step in T.serial(walk.steps):
-        item, _ = locate(walk, step)
+        item = item_at(walk, step)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
         for j in T.serial(chunks):
@@ -472,12 +456,12 @@ def store_outputs(walk, tiles, state_gradients, dv):
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
-        item, row = locate(walk, step)
+        item = item_at(walk, step)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
         for j in T.serial(chunks):
             chunk = chunks - 1 - j
-            start_state_store(tiles, i, state_gradients, row + chunk, item.head, item.part)
+            start_state_store(tiles, i, state_gradients, item.kept_at + chunk, item.head, item.part)
             if i > 0:
                 T.tma_store_wait(STATE_COPIES)
                 free_states(tiles, i - 1)
@@ -553,7 +537,7 @@ def build(problem: Problem, config: Config):
                 if thread < 416:
                     load_keys(config, walk, tiles, q, k)
                 elif thread < 448:
-                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias)
+                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias, backwards=True, item_at=item_at)
                 elif thread < 480:
                     if not problem.transfers_only:
                         wait_unless_early(early)         # memory of the kernel before may have been given to these

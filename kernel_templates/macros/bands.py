@@ -11,10 +11,10 @@ slots and places (sequences.py, segments.py), two items never share a row and sl
 any lengths. A single band has slots as its rows.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..language import T, macro
-from .register_roles import Walk, item_of
+from .register_roles import Item, Walk, item_of
 
 
 def row_count(slots: int, places: int, bands: int) -> int:
@@ -40,9 +40,19 @@ class BandWalk(Walk):
         return T.if_then_else(self.bands == 1, item.slot, item.slot // self.bands + item.place)
 
 
+@dataclass(frozen=True)
+class BandItem(Item):
+    """An item as if it had no chunks but those of the band."""
+
+    kept_at: object                      # row of the first of them
+
+
+def without_others(item, **changed):
+    return BandItem(**vars(item) | changed)
+
+
 @macro
 def band_item(walk, step):
-    """An item as if it had no chunks but those of the band, and the row of the first of these."""
     C = walk.problem.C
     item = item_of(walk, step)
     low = T.alloc_var("int32")
@@ -51,4 +61,4 @@ def band_item(walk, step):
     low = walk.low(item)
     length = T.min(item.length, walk.high(item) * C) - low * C
     row = walk.row(item)
-    return replace(item, first=item.first + low * C, length=length, slot=item.slot + low), row
+    return without_others(item, first=item.first + low * C, length=length, slot=item.slot + low, kept_at=row)

@@ -96,11 +96,11 @@ def sum_gates(problem, row, first, end, chunks, head, lane, scale, g, A_log, dt_
 
 
 @macro
-def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias, backwards=False):
+def prepare_gates(walk, tiles, lane, scale, g, A_log, dt_bias, backwards=False, item_at=item_of):
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item = item_at(walk, step)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
         sum_gates(

@@ -252,7 +252,8 @@ def _registers(
     dht: torch.Tensor | None,
     kept: FromForward,
 ) -> Iterator[ScannedGradients]:
-    launch, slots, bands = kernels.launch, slots_of(inputs), bands_of(kernels, slots_of(inputs))
+    launch, slots = kernels.launch, slots_of(inputs)
+    bands = bands_of(kernels, slots)
     initial_state, dh0 = _initial_state(inputs)
     is_split = "segment_plan" in launch
     L = segment_length(kernels.dispatch.split, slots) if is_split else WHOLE_SEQUENCES
