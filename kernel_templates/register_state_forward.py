@@ -237,9 +237,9 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
             if state_scale[0] != 1.0:
                 scale_state(state, state_scale, 0)
             T.wait_wgmma(1)              # K S is there, Q S may still run
-            signal(tiles.barriers, "v_free", 2, i)
             signal(tiles.barriers, "k_free", config.key_stages, i)
             values_minus_decayed(C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w)
+            signal(tiles.barriers, "v_free", 2, i)           # not before v_registers were used: docs/tilelang.md
             T.wgmma_gemm(w, tiles.X[i % config.product_stages, :, :], state, policy=rows_policy)
             load_column_factors(tiles.gates, gate_stage, GAMMA_SCALED, column, output_factor)
             T.wait_wgmma(1)              # Q S is there

@@ -217,9 +217,9 @@ def hold_state(config, walk, tiles, thread, initial_state):
             if j > 0:
                 T.barrier_arrive(tiles.barriers["v_new_full"][half])     # not at once: as emit_state says
             state_is_emitted(tiles, half, i)
-            signal(tiles.barriers, "v_free", 2, i)
             signal(tiles.barriers, "k_free", config.key_stages, i)
             values_minus_decayed(C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w)
+            signal(tiles.barriers, "v_free", 2, i)           # not before v_registers were used: docs/tilelang.md
             signal(tiles.barriers, "gates_free", GATE_STAGES, i)
             T.wgmma_gemm(w, tiles.X[i % config.product_stages, :, :], state, policy=rows_policy)
             T.wgmma_gemm(

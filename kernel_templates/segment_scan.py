@@ -189,8 +189,6 @@ def hold_state(config, walk, tiles, thread, warm_chunks, transfers):
             if part < walk.parts - 1:
                 wait_full(tiles.barriers, "v", 2, i_v)
                 load_transposed(tiles.v, i_v % 2, half, v_registers, lane_offset)
-                signal(tiles.barriers, "v_free", 2, i_v)
-                i_v = i_v + 1
             else:
                 for e in T.unroll(32):
                     v_registers[e] = T.cast(0.0, problem.dtype)
@@ -201,6 +199,9 @@ def hold_state(config, walk, tiles, thread, warm_chunks, transfers):
             signal(tiles.barriers, "k_free", config.key_stages, i)
             values_minus_decayed(C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w)
             signal(tiles.barriers, "gates_free", GATE_STAGES, i)
+            if part < walk.parts - 1:
+                signal(tiles.barriers, "v_free", 2, i_v)             # not before v_registers were used: docs/tilelang.md
+                i_v = i_v + 1
             T.wgmma_gemm(w, tiles.X[stage, :, :], state, policy=rows_policy)
             T.wait_wgmma(0)
             T.copy(state, operand)

@@ -394,10 +394,10 @@ def query_gradients(config, walk, tiles, thread, dq):
                 signal(barriers, "do_free", stages, h)
                 signal(barriers, "s_free", 1, h)
                 signal(barriers, "ds_free", 1, h)
-                signal(barriers, "gates_free", GATE_STAGES, h)
                 add_scaled(
                     own, total, registers, total_registers, tiles.q, key_stage, lane_offset, factor[0], factor[1], row_sums
                 )
+                signal(barriers, "gates_free", GATE_STAGES, h)       # not before the factors were used: docs/tilelang.md
                 store_row_sums(row_sums, tiles.sums, h % SUM_STAGES, QUERIES)
                 signal(barriers, "sums_full", SUM_STAGES, h)
                 wait_full(barriers, "scores", 1, h)
@@ -444,7 +444,6 @@ def key_gradients(config, walk, tiles, thread, dk):
                 T.wait_wgmma(0)
                 signal(barriers, "v_new_free", stages, h)
                 signal(barriers, "ds_free", 1, h)
-                signal(barriers, "gates_free", GATE_STAGES, h)
                 add_scaled(
                     own, total, registers, total_registers, tiles.k, key_stage, lane_offset, factor[0], factor[1], state_sums
                 )
@@ -457,6 +456,7 @@ def key_gradients(config, walk, tiles, thread, dk):
                 add_scaled(
                     own, total, registers, total_registers, tiles.k, key_stage, lane_offset, factor[2], factor[3], erase_sums
                 )
+                signal(barriers, "gates_free", GATE_STAGES, h)       # not before the factors were used
                 for e in T.unroll(2):
                     erase_sums[e] = erase_sums[e] - state_sums[e]
                 wait_free(barriers, "sums", SUM_STAGES, h)

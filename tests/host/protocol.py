@@ -64,6 +64,7 @@ class Event:
     regions: tuple[Region, ...] = ()
     barrier: tuple[str, int] | None = None       # (name, stage)
     number: int = 0                              # parity of a wait; operations that may still run
+    unused: tuple[str, ...] = ()                 # tiles from which registers were loaded that nobody has used when it arrives
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def barrier_names(module: ModuleType, problem: Any, config: Any) -> list[str]:
 def renamed(event: Event, tiles: Sequence[str], barriers: Mapping[str, str]) -> Event:
     regions = tuple(Region(tiles[int(r.tile)], r.stage, r.row) for r in event.regions)
     barrier = event.barrier and (barriers[event.barrier[0]], event.barrier[1])
-    return Event(event.kind, regions, barrier, event.number)
+    return Event(event.kind, regions, barrier, event.number, tuple(tiles[int(tile)] for tile in event.unused))
 
 
 @functools.cache
@@ -187,11 +188,20 @@ class Registers:
     def __init__(self, shape: Sequence[int], dtype: str) -> None:
         self.shape = shape
 
-    def __getitem__(self, index: Any) -> float:
-        return 0.5
+    def __getitem__(self, index: Any) -> Element:
+        return Element(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         pass
+
+
+class Element(float):
+    """One of those values."""
+
+    def __new__(cls, registers: Registers) -> Element:
+        element = super().__new__(cls, 0.5)
+        element.registers = registers
+        return element
 
 
 @dataclass
@@ -239,6 +249,7 @@ class Recorder:
     waits: list[int] = field(default_factory=list)                       # for the kernel before: behind how many events
     lets_come: int = 0                           # the kernel behind
     tiles: int = 0
+    unused: dict[Registers, str] = field(default_factory=dict)           # registers, and the tile that they were loaded from
 
     def names(self) -> dict[str, Any]:
         def ignored(*args: Any, **kwargs: Any) -> None:
@@ -254,7 +265,7 @@ class Recorder:
             if_then_else=lambda condition, yes, no: yes if condition else no, exp=ignored_value, exp2=ignored_value,
             log1p=ignored_value, alloc_var=lambda dtype: 0, alloc_local=Registers,
             alloc_fragment=Registers, alloc_shared=self.alloc_shared, alloc_barrier=self.alloc_barrier,
-            address_of=ignored, evaluate=ignored, access_ptr=lambda target, *args: target, copy=self.copy,
+            address_of=lambda element: element, evaluate=ignored, access_ptr=lambda target, *args: target, copy=self.copy,
             tma_copy=self.bulk_copy, tma_store_wait=lambda number: self.record("stores_done", number=number),
             fence_proxy_async=lambda: self.record("fence"), wgmma_gemm=self.product,
             wait_wgmma=lambda number: self.record("products_done", number=number), call_extern=self.helper,
@@ -267,7 +278,8 @@ class Recorder:
         self.lets_come += 1
 
     def record(self, kind: str, *regions: Region, barrier: tuple[str, int] | None = None, number: int = 0) -> None:
-        self.events.append(Event(kind, regions, barrier, int(number)))
+        unused = tuple(self.unused.values()) if kind == "arrive" else ()
+        self.events.append(Event(kind, regions, barrier, int(number), unused))
 
     @contextlib.contextmanager
     def kernel(self, blocks: int, *, threads: int, prelude: str) -> Iterator[int]:
@@ -296,6 +308,11 @@ class Recorder:
         assert len(shared) == len(modes), f"{name} has {len(shared)} shared arguments; HELPERS says {modes!r}"
         for reference, mode in zip(shared, modes, strict=True):
             self.record("write" if mode == "w" else "read", self.region(reference, all_rows=mode == "R"))
+        registers = [arg.registers for arg in args if isinstance(arg, Element)]
+        for used in registers:
+            self.unused.pop(used, None)
+        if name.startswith("qla_load_"):
+            self.unused[registers[0]] = str(shared[0].tile.number)
 
     def product(self, a: Any, b: Any, c: Any, **options: Any) -> None:
         self.access("product", *(operand for operand in (a, b) if isinstance(operand, Reference)))
@@ -369,6 +386,9 @@ def check(found: Trace) -> list[str]:
     reads: dict[Region, list[Access]] = defaultdict(list)
     writes: dict[Region, list[Access]] = defaultdict(list)
     problems: dict[str, None] = {}
+    # Copies fill these again as soon as they are free, and an arrival does not wait for loads in front of it (docs/tilelang.md).
+    loads = (event for events in found.events.values() for event in events if event.kind == "load")
+    filled = {region.tile for event in loads for region in event.regions}
 
     def ordered(state: State, what: str, region: Region, access: Access, *, writes_too: bool) -> None:
         for kept, verb in ((writes, "written"), (reads, "read")) if writes_too else ((writes, "written"),):
@@ -422,6 +442,9 @@ def check(found: Trace) -> list[str]:
         elif event.kind == "fence":
             join(state.fenced, clock)
         elif event.kind == "arrive":
+            for tile in filled.intersection(event.unused):
+                if event.barrier[0] == f"{tile}_free":
+                    problems[f"{what}: {tile} is free before what was loaded from it has been used"] = None
             phases = barriers[event.barrier]
             join(phases.clock, clock)
             join(phases.fenced, state.fenced)

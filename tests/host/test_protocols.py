@@ -156,6 +156,16 @@ def test_a_kernel_beside_the_one_before_waits_for_it_last(kernel: str) -> None:
     assert found.waits == {agent: [len(events)] for agent, events in found.events.items()}
 
 
+def test_a_tile_that_is_free_before_what_was_loaded_is_used_is_found() -> None:
+    found = traced("transfers", next(configs("transfers")), (450,), 2)
+    events = found.events["state 0"]
+    arrival = next(number for number, event in enumerate(events) if synchronisation(event) == ("arrive", "v_free"))
+    loads = [number for number, event in enumerate(events[:arrival]) if "v" in [region.tile for region in event.regions]]
+    assert [event.kind for event in events[loads[-1] + 1 : arrival]].count("read") >= 2      # of gates, which the values meet
+    events[arrival] = dataclasses.replace(events[arrival], unused=("v",))
+    assert check(found) == ["state 0 arrive: v is free before what was loaded from it has been used"]
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_synchronisation_that_is_left_out_is_found(kernel: str) -> None:
     """Each kind of it, of each role: else the check would say nothing of it."""
