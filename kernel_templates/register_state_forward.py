@@ -17,6 +17,9 @@ it never goes through shared memory. A third warpgroup makes X and P one chunk a
 and sum the gates, store O, and load Q and V. Blocks are persistent and walk over (sequence, value head, 128 columns of V);
 loads and the third warpgroup run ahead into the next one.
 
+With rows = 64 a block has one state warpgroup and half of the columns. X and P are then made twice, but a chunk takes 1.4 us
+instead of 1.9: for calls that would leave half of the SMs without an item.
+
 S is kept as 2^c times the accumulators, c the sum of log2 decays, and the accumulators are rescaled only when c has fallen
 below RESCALE_BELOW: 64 products a thread and chunk less.
 
@@ -58,6 +61,7 @@ from .macros.register_roles import (
     HALF,
     KEYS,
     LOADERS,
+    ROLES_OF_HALVES,
     ROWS,
     STATE,
     WARP,
@@ -96,6 +100,7 @@ class Problem:
     gate_in_kernel: bool
     has_dt_bias: bool
     split: bool = False                  # sequences come in segments, whose initial states are [places, HV, V, K] in float32
+    rows: int = ROWS                     # of the transposed state in an item: ROWS or HALF
 
 
 @dataclass(frozen=True)
@@ -116,21 +121,23 @@ def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
     return (
         Buffer("q", (C, KEYS), dtype, config.key_stages),
         Buffer("k", (C, KEYS), dtype, config.key_stages),
-        Buffer("v", (C, ROWS), dtype, 2),
+        Buffer("v", (C, problem.rows), dtype, 2),
         Buffer("Ab", (C, C), dtype, 2),
         Buffer("X", (C, KEYS), dtype, config.product_stages),
         Buffer("P", (C, C), dtype, config.product_stages),
-        Buffer("o", (C, HALF), dtype, 2),                # one for each state warpgroup
+        Buffer("o", (C, HALF), dtype, problem.rows // HALF),         # one for each state warpgroup
         Buffer("gates", (4, C), "float32", GATE_STAGES),
         Buffer("state_scale", (2,), "float32", GATE_STAGES),
     )
 
 
 def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
-    return (STATE, AUX, LOADERS)
+    return (STATE, AUX, LOADERS) if problem.rows == ROWS else ROLES_OF_HALVES
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
+    if problem.rows == HALF:
+        return Config(key_stages=4, product_stages=2)
     return Config(key_stages=3, product_stages=2)
 
 
@@ -150,9 +157,9 @@ class Tiles:
     barriers: dict
 
 
-def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
+def barrier_counts(problem: Problem, config: Config) -> dict[str, tuple[int, int]]:
     """Arrivals and stages of each barrier. A tile is full when its writers say so, free when its readers do."""
-    warp, state, aux = WARP, STATE.threads, AUX.threads
+    warp, state, aux = WARP, 2 * problem.rows, AUX.threads
     return {
         "k_full": (warp, config.key_stages),
         "k_free": (state + aux, config.key_stages),
@@ -166,8 +173,8 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
         "gates_free": (state + aux, GATE_STAGES),
         "products_full": (aux, config.product_stages),   # X, P, and through the aux warpgroup the gates
         "products_free": (state, config.product_stages),
-        "o_full": (state // 2, 2),
-        "o_free": (warp, 2),
+        "o_full": (128, problem.rows // HALF),
+        "o_free": (warp, problem.rows // HALF),
         "tail_landed": (warp, 2),                         # a ragged chunk's K and V, before their foreign rows are zeroed
     }
 
@@ -190,13 +197,13 @@ def keep_lower_triangle(accumulator, registers, pairs, operand, warp, diagonal):
 @macro
 def hold_state(config, walk, tiles, thread, initial_state, final_state):
     # W = V - gamma o (K S);  S <- gamma_L S + X^T W;  O = scale gamma o (Q S) + P W, all transposed
-    problem, C, K = walk.problem, walk.problem.C, walk.problem.K
+    problem, C, K, rows = walk.problem, walk.problem.C, walk.problem.K, walk.rows
     rows_policy = T.GemmWarpPolicy.FullRow
-    state = T.alloc_fragment((ROWS, K), "float32")
-    operand = T.alloc_fragment((ROWS, K), problem.dtype)
-    u = T.alloc_fragment((ROWS, C), "float32")
-    o = T.alloc_fragment((ROWS, C), "float32")
-    w = T.alloc_fragment((ROWS, C), problem.dtype)
+    state = T.alloc_fragment((rows, K), "float32")
+    operand = T.alloc_fragment((rows, K), problem.dtype)
+    u = T.alloc_fragment((rows, C), "float32")
+    o = T.alloc_fragment((rows, C), "float32")
+    w = T.alloc_fragment((rows, C), problem.dtype)
     v_registers = T.alloc_local((32,), problem.dtype)
     o_registers = T.alloc_local((32,), problem.dtype)
     u_registers = T.alloc_local((32,), "float32")
@@ -244,7 +251,7 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
             load_column_factors(tiles.gates, gate_stage, GAMMA_SCALED, column, output_factor)
             T.wait_wgmma(1)              # Q S is there
             signal(tiles.barriers, "q_free", config.key_stages, i)
-            for a, b in T.Parallel(ROWS, C):
+            for a, b in T.Parallel(rows, C):
                 o[a, b] *= output_factor[(b // 8) * 2 + b % 2]
             signal(tiles.barriers, "gates_free", GATE_STAGES, i)
             T.wgmma_gemm(w, tiles.P[i % config.product_stages, :, :], o, transpose_B=True, policy=rows_policy)
@@ -260,7 +267,7 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
             if item.segment == item.last:
                 if chunks > 0:
                     scale_state(state, state_scale, 1)
-                write_transposed_state(problem, item.n, item.head, item.part * ROWS, state, final_state)
+                write_transposed_state(problem, item.n, item.head, item.part * rows, state, final_state)
 
 
 @macro
@@ -335,18 +342,20 @@ def make_products(config, walk, tiles, thread, log2_scale):
 @macro
 def store_output(walk, tiles, o):
     # O to memory by bulk copies; of a ragged chunk only the sequence's own rows, and zeros behind the last sequence
+    halves = walk.rows // HALF
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
         item = item_of(walk, step)
         for j in T.serial(walk.chunks(item)):
-            for half in T.unroll(2):
+            for half in T.unroll(halves):
                 T.barrier_wait(tiles.barriers["o_full"][half], i % 2)
                 start_rows_store(tiles.o, half, walk, item, j, o)
-            T.tma_store_wait(1)
-            T.barrier_arrive(tiles.barriers["o_free"][0])
+            if halves == 2:
+                T.tma_store_wait(1)
+                T.barrier_arrive(tiles.barriers["o_free"][0])
             T.tma_store_wait(0)
-            T.barrier_arrive(tiles.barriers["o_free"][1])
+            T.barrier_arrive(tiles.barriers["o_free"][halves - 1])
             i = i + 1
         zero_behind(walk, item, o)
 
@@ -356,7 +365,11 @@ def build(problem: Problem, config: Config):
 
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
-    tiled = in_tiles(problem)
+    tiled = in_tiles(problem, problem.rows)
+    state, aux, loaders = roles(problem, config)
+    first_loader = state.threads + aux.threads
+    threads = first_loader + loaders.threads
+    aux_grows = int(problem.rows == HALF)                # from an equal share of all registers; else it gives some away
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
     places = T.dynamic("places")
     N = bounds - 1 if problem.packed else B
@@ -380,28 +393,31 @@ def build(problem: Problem, config: Config):
         chunks_per_segment: T.int32,
         blocks: T.int32,
     ):
-        with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
-            shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
+        with T.Kernel(blocks, threads=threads, prelude=PRELUDE) as block:
+            shared, barriers = allocate(buffers(problem, config), barrier_counts(problem, config))
             tiles = Tiles(**shared, barriers=barriers)
             let_the_next_kernel_come()
             T.annotate_layout({tiles.v: make_swizzled_layout(tiles.v), tiles.o: make_swizzled_layout(tiles.o)})
-            walk = Walk(tiled, cu_seqlens, tokens, N, segments_before, tiled.V // ROWS, chunks_per_segment, block, blocks)
+            walk = Walk(
+                tiled, cu_seqlens, tokens, N, segments_before, tiled.V // problem.rows, chunks_per_segment, block, blocks,
+                rows=problem.rows,
+            )
             thread = T.get_thread_binding()
-            if thread < 256:
-                T.set_max_nreg(STATE.registers, 1)
+            if thread < state.threads:
+                T.set_max_nreg(state.registers, 1)
                 if problem.split:
                     wait_for_the_kernel_before()         # which makes the states of segments
                 hold_state(config, walk, tiles, thread, initial_state, final_state)
-            elif thread < 384:
-                T.set_max_nreg(AUX.registers, 0)
+            elif thread < first_loader:
+                T.set_max_nreg(aux.registers, aux_grows)
                 make_products(config, walk, tiles, thread, log2_scale)
             else:
-                T.set_max_nreg(LOADERS.registers, 0)
-                if thread < 416:
+                T.set_max_nreg(loaders.registers, 0)
+                if thread < first_loader + 32:
                     load_keys(config, walk, tiles, k, Ab, inverses_come_late=not problem.split)
-                elif thread < 448:
-                    prepare_gates(walk, tiles, thread - 416, scale, g, A_log, dt_bias)
-                elif thread < 480:
+                elif thread < first_loader + 64:
+                    prepare_gates(walk, tiles, thread - first_loader - 32, scale, g, A_log, dt_bias)
+                elif thread < first_loader + 96:
                     store_output(walk, tiles, o)
                 else:
                     load_values(config, walk, tiles, v, q=q)

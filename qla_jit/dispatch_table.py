@@ -48,8 +48,8 @@ def dispatch_table() -> dict[str, str]:
     The index of the GPU is not in it, so that ranks can be compared.
     """
     table = {f"kernel {request}": kernel.digest for request, kernel in kernel_cache.loaded().items()}
-    for (facts, override, extents), kernels in pipeline.resolved().items():
-        table[f"forward {_told(facts, override, extents)}"] = _decision(kernels)
+    for (facts, override, extents, to_split), kernels in pipeline.resolved().items():
+        table[f"forward {_told(facts, override, extents)}{' to be split' * to_split}"] = _decision(kernels)
     for (facts, override, extents), gradients in backward.resolved().items():
         decision = "the reference" if gradients is None else _decision(gradients.dispatch)
         table[f"backward {_told(facts, override, extents)}"] = decision

@@ -127,7 +127,13 @@ _override = Override()
 
 
 def choose(
-    facts: CallFacts, arch: Arch, *, op: str = FORWARD, hardware: Hardware | None = None, extents: Extents | None = None
+    facts: CallFacts,
+    arch: Arch,
+    *,
+    op: str = FORWARD,
+    hardware: Hardware | None = None,
+    extents: Extents | None = None,
+    preferred: str | None = None,
 ) -> Dispatch:
     """How to compute an operation of a call.
 
@@ -136,6 +142,7 @@ def choose(
         hardware: the GPU that will run it; None, where kernels are built ahead for any GPU of the arch, takes the defaults.
         extents: the sizes of the batch, in chunks of chunk_of_sizes(); None takes what is best on the whole. For a cache, see
             bucket().
+        preferred: a strategy to take if it serves the call and no other is in force, whatever records say.
 
     Raises:
         UnsupportedError: no strategy serves the call. For a backward: its gradients come from the reference.
@@ -143,6 +150,8 @@ def choose(
     """
     facts, usable = _usable(op, facts, arch)
     forced_strategy, forced_split = _override.strategy_of(op), _override.split_of(op)
+    if forced_strategy is None and preferred in usable:
+        forced_strategy = preferred
     answer = None
     if hardware is not None and forced_strategy is None:
         answers = _considered(op, facts, usable, arch, hardware, extents)

@@ -35,12 +35,12 @@ def emit_x(half, X, stage, accumulator, registers, lane_offset, factors):
 @macro
 def values_minus_decayed(C, u, v_registers, gates, stage, column, first_factors, u_registers, w_registers, w):
     # W = V - gamma o (K S), in bf16
-    to_registers(ROWS, C, u, u_registers)
+    to_registers(u.shape[0], C, u, u_registers)
     T.call_extern(
         "handle", "qla_subtract_scaled", T.address_of(u_registers[0]), T.address_of(v_registers[0]), T.address_of(w_registers[0]),
         T.address_of(first_factors[0]), T.access_ptr(gates[stage, GAMMA, column], "r", 1),
     )  # fmt: skip
-    from_registers(ROWS, C, w_registers, w)
+    from_registers(u.shape[0], C, w_registers, w)
 
 
 def load_transposed(tile, stage, half, registers, lane_offset):
@@ -61,7 +61,7 @@ def store_transposed(registers, tile, half, lane_offset):
 @macro
 def emit_values(tiles, name, half, parity, accumulator, registers, lane_offset):
     # O or V_new of the chunk before, once the store of the one before that has read the tile
-    to_registers(ROWS, HALF, accumulator, registers)
+    to_registers(*accumulator.shape, accumulator, registers)
     T.barrier_wait(tiles.barriers[name + "_free"][half], parity)
     store_transposed(registers, getattr(tiles, name), half, lane_offset)
 
@@ -71,10 +71,10 @@ def token_stride(values):
     return T.int64(int(values.shape[2]) * int(values.shape[3]))
 
 
-def is_inside_values(values, column):
-    """Whether V or its kin have the 64 columns from this one on: True where tiles fill them, else an expression."""
+def is_inside_values(values, column, rows=ROWS):
+    """Whether V or its kin have the 64 columns from this one on: True where tiles of so many fill them, else an expression."""
     V = int(values.shape[3])
-    return True if V % ROWS == 0 else column < V
+    return True if V % rows == 0 else column < V
 
 
 @macro
@@ -84,10 +84,10 @@ def start_rows_store(tile, half, walk, item, j, target):
     C = walk.problem.C
     T.fence_proxy_async()                # on the reader's side of the barrier: the writers would wait for it
     start = item.first + j * C
-    column = item.part * ROWS + half * HALF
+    column = item.part * walk.rows + half * HALF
     if item.length - j * C >= C:
         T.tma_copy(tile[half, :, :], target[item.row, start : start + C, item.head, column : column + HALF])
-    elif is_inside_values(target, column):
+    elif is_inside_values(target, column, walk.rows):
         T.call_extern(
             "handle", "qla_store_first_rows", T.access_ptr(tile[half, 0, 0], "r", 1),
             T.address_of(target[item.row, start, item.head, column]), token_stride(target), item.length - j * C,
@@ -100,14 +100,14 @@ def zero_behind(walk, item, target):
     problem, end = walk.problem, item.first + item.length
     if problem.packed:
         if item.n == walk.N - 1 and item.segment == item.last and end < walk.tokens:
-            first, lane, V = item.part * ROWS, T.get_thread_binding() % WARP, int(target.shape[3])
-            if V % ROWS == 0:
+            first, lane, V = item.part * walk.rows, T.get_thread_binding() % WARP, int(target.shape[3])
+            if V % walk.rows == 0:
                 T.call_extern(
                     "handle", "qla_zero_first_rows", T.address_of(target[0, end, item.head, first]), token_stride(target),
-                    walk.tokens - end,
+                    walk.tokens - end, walk.rows,
                 )  # fmt: skip
             else:
                 for token in T.serial(walk.tokens - end):
-                    for turn in T.unroll(ROWS // WARP):
+                    for turn in T.unroll(walk.rows // WARP):
                         if first + turn * WARP + lane < V:
                             target[0, end + token, item.head, first + turn * WARP + lane] = T.cast(0.0, problem.dtype)

@@ -5,7 +5,7 @@ state's rows. Every role walks through the same list on its own; barriers say wh
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from ..arch import Arch
@@ -24,16 +24,17 @@ WARP = 32
 # 192 + 192 + 104 + 24 registers a thread are all that 512 threads can have. 184 for the state spills, 96 for aux makes ptxas
 # serialise wgmma (C7512); no other split compiled.
 STATE, AUX, LOADERS = Role("state", 256, 192), Role("aux", 128, 104), Role("loaders", 128, 24)
+ROLES_OF_HALVES = Role("state", 128, 216), Role("aux", 128, 216), Role("loaders", 128, 40)     # with one state warpgroup
 
 
-def parts_of(V: int) -> int:
+def parts_of(V: int, rows: int = ROWS) -> int:
     """Items of a sequence, or of a segment, for each value head."""
-    return -(-V // ROWS)
+    return -(-V // rows)
 
 
-def in_tiles(problem: Any) -> Any:
+def in_tiles(problem: Any, rows: int = ROWS) -> Any:
     """The problem with K and V as tiles have them: bulk copies fill them up with zeros, and store nothing that is not there."""
-    return replace(problem, K=KEYS, V=parts_of(problem.V) * ROWS)
+    return replace(problem, K=KEYS, V=parts_of(problem.V, rows) * rows)
 
 
 def shapes_fill_tiles(problem: Any, config: Any, arch: Arch) -> Rejection | None:
@@ -107,6 +108,8 @@ class Walk:
     L: object                            # chunks per segment
     block: object
     blocks: object
+    _: KW_ONLY
+    rows: int = ROWS                     # of the state in an item
 
     @property
     def steps(self):
@@ -174,7 +177,7 @@ def load_rows(tiles, name, stage, source, count, landed, tails):
         T.tma_copy(source, tile[stage, :, :], barrier=barriers["tail_landed"][landed])
         T.barrier_arrive(barriers["tail_landed"][landed])
         T.barrier_wait(barriers["tail_landed"][landed], tails % 2)
-        T.call_extern("handle", "qla_zero_rows", T.access_ptr(tile[stage, 0, 0], "r", 1), count)
+        T.call_extern("handle", "qla_zero_rows", T.access_ptr(tile[stage, 0, 0], "r", 1), count, tile.shape[2] // HALF)
         T.fence_proxy_async()
 
 
@@ -222,12 +225,12 @@ def load_values(config, walk, tiles, v, q=None):
         for j in T.serial(walk.chunks(item)):
             start = item.first + j * C
             count = item.length - j * C
-            column = item.part * ROWS
+            column = item.part * walk.rows
             if q is not None:
                 stage = i % config.key_stages
                 load(tiles, "q", config.key_stages, i, q[item.row, start : start + C, key_head, 0 : problem.K], stage)
             wait_free(tiles.barriers, "v", 2, i)
-            load_rows(tiles, "v", i % 2, v[item.row, start : start + C, item.head, column : column + ROWS], count, 1, tails)
+            load_rows(tiles, "v", i % 2, v[item.row, start : start + C, item.head, column : column + walk.rows], count, 1, tails)
             if count < C:
                 tails = tails + 1
             signal(tiles.barriers, "v_full", 2, i)
@@ -243,9 +246,10 @@ def initial_state_tensor(problem, N, places):
 
 @macro
 def read_initial_state(problem, item, initial_state, state):
-    first_v = item.part * ROWS
+    rows = state.shape[0]
+    first_v = item.part * rows
     if problem.split:
-        T.copy(initial_state[item.place, item.head, first_v : first_v + ROWS, 0 : problem.K], state)
+        T.copy(initial_state[item.place, item.head, first_v : first_v + rows, 0 : problem.K], state)
     elif problem.initial_state_dtype is None:
         T.clear(state)
     else:

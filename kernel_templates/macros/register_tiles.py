@@ -152,13 +152,12 @@ QLA_DEVICE void qla_scan64(float* x) {
   x[1] += __shfl_sync(~0u, x[0], 31);
   x[2] = __shfl_sync(~0u, x[1], 31);
 }
-// Zero the rows from `first` on of a 64-row tile of 128 columns, kept as two halves of 64 columns with 128 bytes a row.
-QLA_DEVICE void qla_zero_rows(void* tile, int first) {
+// Zero the rows from `first` on of a 64-row tile, kept in parts of 64 columns with 128 bytes a row.
+QLA_DEVICE void qla_zero_rows(void* tile, int first, int parts) {
   int lane = threadIdx.x & 31;
-  for (int at = first * 128 + lane * 16; at < 64 * 128; at += 512) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(qla_shared(tile, at)), "r"(0) : "memory");
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(qla_shared(tile, at + 8192)), "r"(0) : "memory");
-  }
+  for (int at = first * 128 + lane * 16; at < 64 * 128; at += 512)
+    for (int part = 0; part < parts; ++part)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(qla_shared(tile, at + 8192 * part)), "r"(0) : "memory");
 }
 // The first `rows` rows of a swizzled 64 x 64 tile to global memory, `stride` elements apart.
 QLA_DEVICE void qla_store_first_rows(const void* tile, void* global, long long stride, int rows) {
@@ -170,9 +169,10 @@ QLA_DEVICE void qla_store_first_rows(const void* tile, void* global, long long s
     *(uint4*)((char*)global + 2 * row * stride + 16 * piece) = make_uint4(a, b, c, d);
   }
 }
-// Zero 128 columns of `rows` rows in global memory.
-QLA_DEVICE void qla_zero_first_rows(void* global, long long stride, int rows) {
-  int lane = threadIdx.x & 31, piece = lane & 15;
-  for (int row = lane >> 4; row < rows; row += 2) *(uint4*)((char*)global + 2 * row * stride + 16 * piece) = make_uint4(0, 0, 0, 0);
+// Zero `columns` columns, 64 or 128, of `rows` rows in global memory.
+QLA_DEVICE void qla_zero_first_rows(void* global, long long stride, int rows, int columns) {
+  int lane = threadIdx.x & 31, lanes = columns / 8;
+  for (int row = lane / lanes; row < rows; row += 32 / lanes)
+    *(uint4*)((char*)global + 2 * row * stride + 16 * (lane % lanes)) = make_uint4(0, 0, 0, 0);
 }
 """

@@ -22,7 +22,8 @@ def covers(inputs: CallInputs) -> bool:
     of a training waits for the compiler once."""
     if inputs.B * inputs.T == 0:
         return True
-    return backward.kernels_for(inputs, together_with=lambda: pipeline.choice_for(inputs)[1]) is not None
+    to_split = backward.split_to_share(inputs) is not None
+    return backward.kernels_for(inputs, together_with=lambda: pipeline.choice_for(inputs, to_split=to_split)[1]) is not None
 
 
 def differentiable_forward(inputs: CallInputs) -> ForwardResult:

@@ -88,12 +88,15 @@ def kernels_for(inputs: CallInputs, together_with: Callable[[], Sequence[Compile
 
 
 def split_to_share(inputs: CallInputs) -> int | None:
-    """Chunks per segment with which a forward, if it splits, finds out about segments what the gradients of the call need to
-    know too; None: nothing to share, or an override has said how the forward splits. Compiles nothing."""
+    """Chunks per segment with which a forward finds out about segments what the gradients of the call need to know too; None:
+    nothing to share, or it costs more, or an override has said how the forward splits. Compiles nothing."""
     if inputs.B * inputs.T == 0 or select.override_in_force().split is not ...:
         return None
-    _, chosen = _choice_for(inputs)
-    return None if chosen is None else chosen.dispatch.split
+    (_, _, extents), chosen = _choice_for(inputs)
+    if chosen is None or chosen.dispatch.split is None:
+        return None
+    L, facts = chosen.dispatch.split, chosen.dispatch.facts
+    return L if plan.sharing_segments_pays(facts, extents, gpu_info(facts.device).sm_count, L) else None
 
 
 def of_use(inputs: CallInputs, result: ForwardResult) -> FromForward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from .. import capture, kernel_cache, select
 from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
-from ..kernel_templates.macros.register_roles import parts_of
+from ..kernel_templates.macros.register_roles import HALF, ROWS, parts_of
 from ..settings import settings
 from ..tuning_records import Hardware
 from .inputs import CallFacts, CallInputs
@@ -41,16 +42,20 @@ class Kernels:
     requests: Mapping[str, CompileRequest]
 
 
-_ready: dict[tuple[CallFacts, select.Override, Extents], Kernels] = {}
+_Key = tuple[CallFacts, select.Override, Extents, bool]
+
+_ready: dict[_Key, Kernels] = {}
 
 
-def kernels_for(inputs: CallInputs) -> Kernels:
-    """The kernels of a call, compiled if need be. A dictionary hit from the second call of about the same size on."""
+def kernels_for(inputs: CallInputs, *, to_split: bool = False) -> Kernels:
+    """The kernels of a call, compiled if need be. A dictionary hit from the second call of about the same size on.
+
+    to_split: those that split sequences, unless another strategy is in force or none of the call does."""
     facts, extents = inputs.facts, select.bucket(select.extents_of(inputs))
-    key = (facts, select.override_in_force(), extents)
+    key = (facts, select.override_in_force(), extents, to_split)
     kernels = _ready.get(key)
     if kernels is None:
-        dispatch, needed = choice_for(inputs)
+        dispatch, needed = choice_for(inputs, to_split=to_split)
         with told_on_a_miss(lambda: build_command_of_call(facts, gpu_info(facts.device))):
             loaded = kernel_cache.get(needed)[: len(dispatch.requests)]
         entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
@@ -58,16 +63,17 @@ def kernels_for(inputs: CallInputs) -> Kernels:
     return kernels
 
 
-def resolved() -> dict[tuple[CallFacts, select.Override, Extents], Kernels]:
+def resolved() -> dict[_Key, Kernels]:
     """What calls have been given so far, by what they are and their rounded sizes."""
     return dict(_ready)
 
 
-def choice_for(inputs: CallInputs) -> tuple[select.Dispatch, list[CompileRequest]]:
+def choice_for(inputs: CallInputs, *, to_split: bool = False) -> tuple[select.Dispatch, list[CompileRequest]]:
     """How a call is computed, and the kernels to have ready at its first time, those of the call itself first."""
     facts, extents = inputs.facts, select.bucket(select.extents_of(inputs))
     gpu = gpu_info(facts.device)
-    dispatch = select.choose(facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents)
+    preferred = "split" if to_split else None
+    dispatch = select.choose(facts, gpu.arch, hardware=Hardware.of(gpu), extents=extents, preferred=preferred)
     needed = list(dispatch.requests.values())
     if dispatch.source == "default" and settings().mode != "require":
         # The first call compiles for all sizes: a later one must not wait for a compiler.
@@ -78,7 +84,7 @@ def choice_for(inputs: CallInputs) -> tuple[select.Dispatch, list[CompileRequest
 def forward(inputs: CallInputs, *, split: int | None = None) -> ForwardResult:
     """o and the final state, and what the strategy makes on the way. Launches on the current stream, no sync.
 
-    split: chunks per segment if sequences are split; else as chosen for the call.
+    split: chunks per segment, where sequences can be split; None: as chosen for the call.
     """
     facts = inputs.facts
     if facts.device.index != torch.cuda.current_device():
@@ -86,7 +92,7 @@ def forward(inputs: CallInputs, *, split: int | None = None) -> ForwardResult:
             return forward(inputs, split=split)
     if inputs.B * inputs.T == 0:
         return _no_tokens(inputs)
-    kernels = kernels_for(inputs)
+    kernels = kernels_for(inputs, to_split=split is not None)
     if split is not None:
         kernels = replace(kernels, split=split)
     capture.note(inputs)
@@ -104,14 +110,15 @@ def _chunked(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     return ForwardResult(o, final_state, chunks.g_sum, chunks.A)
 
 
-def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
+def _fused(kernels: Kernels, inputs: CallInputs, rows: int = ROWS) -> ForwardResult:
     q, k = prepared_keys(kernels.launch, inputs)
     v = aligned(inputs.v)
     Ab = chunk_inverses(kernels.launch, inputs, k, slots_of(inputs), early=False)
     initial_state, final_state = _states(inputs)
     o = _rest_of_forward(
-        kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, None, places=inputs.N, chunks_per_segment=0
-    )
+        kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, None,
+        places=inputs.N, chunks_per_segment=0, rows=rows,
+    )  # fmt: skip
     return ForwardResult(o, final_state, Ab=Ab)
 
 
@@ -131,7 +138,12 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     return ForwardResult(o, final_state, Ab=Ab, segments=found)
 
 
-LAUNCHERS = {"chunked": _chunked, "fused": _fused, "split": _split}
+LAUNCHERS = {
+    "chunked": _chunked,
+    "fused": _fused,
+    "fused_halves": functools.partial(_fused, rows=HALF),
+    "split": _split,
+}
 
 
 def _rest_of_forward(
@@ -147,11 +159,12 @@ def _rest_of_forward(
     *,
     places: int,
     chunks_per_segment: int,
+    rows: int = ROWS,
 ) -> torch.Tensor:
-    """o, and the final state where there is room for it."""
+    """o, and the final state where there is room for it. rows: of the transposed state in an item."""
     o = torch.empty_like(v)
     scale = abs(inputs.scale)            # the kernel works with its logarithm
-    blocks = _blocks(inputs, places * inputs.facts.HV * parts_of(inputs.facts.V))
+    blocks = _blocks(inputs, places * inputs.facts.HV * parts_of(inputs.facts.V, rows))
     launch["register_state_forward"](
         q, k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, segments_before, initial_state, o,
         final_state, scale, math.log2(scale) if scale else -math.inf, chunks_per_segment, blocks,

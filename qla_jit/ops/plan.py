@@ -27,11 +27,11 @@ from ..kernel_templates import (
 )
 from ..kernel_templates.arch import Arch
 from ..kernel_templates.contract import Rejection, Template
-from ..kernel_templates.macros.register_roles import parts_of
+from ..kernel_templates.macros.register_roles import HALF, ROWS, parts_of
 from ..kernel_templates.macros.segments import place_count
 from .inputs import CallFacts
 from .operands import transfers_shape
-from .splits import SEGMENTS, best_backward_split, best_split
+from .splits import SEGMENTS, Items, best_backward_split, best_split, halves_are_faster, sharing_pays
 
 # Those that a forward alone has no use for: a fifth of what its first call would import.
 chunk_gradients = Later("kernel_templates.chunk_gradients")
@@ -191,14 +191,19 @@ def chunked_steps(facts: CallFacts) -> dict[str, Step]:
     }
 
 
-def fused_steps(facts: CallFacts) -> dict[str, Step]:
-    """The inverse of each chunk, then everything else in one kernel that keeps the state in registers."""
+def fused_steps(facts: CallFacts, rows: int = ROWS) -> dict[str, Step]:
+    """The inverse of each chunk, then everything else in one kernel that keeps so many rows of the state in registers."""
     keys = key_side(facts)
-    rest = register_state_forward.Problem(**keys, V=facts.V, **states(facts), **gate_sources(facts))
+    rest = register_state_forward.Problem(**keys, V=facts.V, **states(facts), **gate_sources(facts), rows=rows)
     return unit_row_steps(facts) | {
         "chunk_inverse": ungated_inverses(facts),
         "register_state_forward": Step(register_state_forward.TEMPLATE, rest),
     }
+
+
+def halves_steps(facts: CallFacts) -> dict[str, Step]:
+    """As fused, with half as many rows: twice as many blocks, whose chains are shorter."""
+    return fused_steps(facts, HALF)
 
 
 def split_steps(facts: CallFacts) -> dict[str, Step]:
@@ -304,8 +309,8 @@ def chunk_gradient_steps(facts: CallFacts, *, states_v_first: bool) -> dict[str,
     return steps
 
 
-# (items of 128 state rows for each sequence, chunks of the longest, of all, sequences, SMs) to chunks per segment; see splits.py.
-CostModel = Callable[[int, int, int, int, int], int | None]
+# (items of each sequence, chunks of the longest, of all, sequences, SMs) to chunks per segment; see splits.py.
+CostModel = Callable[[Items, int, int, int, int], int | None]
 
 
 def segment_lengths(
@@ -324,7 +329,20 @@ def split_pays(facts: CallFacts, extents: Extents, sm_count: int, *, model: Cost
 
 
 def _best_split(model: CostModel, facts: CallFacts, extents: Extents, sm_count: int) -> int | None:
-    return model(facts.HV * parts_of(facts.V), extents.longest, extents.chunks, extents.sequences, sm_count)
+    return model(items_of(facts), extents.longest, extents.chunks, extents.sequences, sm_count)
+
+
+def sharing_segments_pays(facts: CallFacts, extents: Extents, sm_count: int, L: int) -> bool:
+    """Whether a forward should be split as its backward is, in segments of L chunks."""
+    return sharing_pays(items_of(facts), extents.longest, extents.chunks, extents.sequences, sm_count, L)
+
+
+def halves_pay(facts: CallFacts, extents: Extents, sm_count: int) -> bool:
+    return halves_are_faster(items_of(facts), extents.longest, extents.chunks, extents.sequences, sm_count)
+
+
+def items_of(facts: CallFacts) -> Items:
+    return Items(facts.HV * parts_of(facts.V), facts.HV * parts_of(facts.V, HALF))
 
 
 def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[CallFacts, Arch], Rejection | None]:
@@ -411,6 +429,7 @@ STRATEGIES = {
     for strategy in (
         Strategy("chunked", covers_head_dims, chunked_steps),
         Strategy("fused", templates_cover(fused_steps), fused_steps),
+        Strategy("fused_halves", templates_cover(halves_steps), halves_steps, suits=halves_pay),
         Strategy("split", templates_cover(split_steps), split_steps, segment_lengths, split_pays),
     )
 }

@@ -34,7 +34,7 @@ class ForwardResult:
     final_state: torch.Tensor | None             # [N, HV, K, V] or V-first; fp32 (fp64 for fp64 inputs); None if not asked for
     g_sum: torch.Tensor | None = None            # [chunks, HV, C], fp32, natural log: gates cumulated from each chunk's start
     A: torch.Tensor | None = None                # [chunks, HV, C, C], q's dtype: Gamma o A diag(beta)
-    # [slots, HV, C, C], q's dtype: the inverse of each chunk without its gates, of `fused` and `split`; for
+    # [slots, HV, C, C], q's dtype: the inverse of each chunk without its gates, of all but `chunked`; for
     # chunk_gated_delta_rule_bwd
     Ab: torch.Tensor | None = None
     segments: SegmentStates | None = None        # likewise for it

@@ -6,10 +6,13 @@ go from segment to segment one after the other. Short segments fill the GPU and 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # Microseconds on an H200, fitted to 1026 times of nine head pairs at sixteen sizes with every L (docs/performance.md): what the
 # model takes is 0.4 % slower than the best of them in the mean. Only ratios matter.
 # register_state_forward, one chunk of an item, by the mean share of SMs at work: memory and the power limit slow full GPUs.
 STEPS = ((0.55, 1.9), (0.89, 2.35), (1.0, 2.65))
+HALVES_STEPS = ((0.55, 1.35), (0.89, 1.45), (1.0, 1.5))               # of half as many rows, fitted to 46 times of four pairs
 ITEM = 4.8                               # and what every item of a split costs beside its chunks
 SCAN_STEP, SCAN_ITEM = 0.71, 8.0         # segment_scan: one chunk, and what every item costs
 BOUNDARY = 1.7                           # segment_states, from one segment to the next
@@ -32,10 +35,34 @@ OWN_SEGMENTS = 9.0                       # three kernels more where the forward 
 
 SEGMENTS = tuple(2**power for power in range(2, 12))
 
+Steps = tuple[tuple[float, float], ...]         # microseconds a chunk, up to a share of SMs at work
 
-def whole_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
-    """Expected time of the forward without a split. rows: items of 128 state rows for each sequence."""
-    return chain_us(STEPS, rows * chunks, steps_of_wholes(rows, longest, chunks, sm_count), sm_count) + WHOLE
+
+class Items(NamedTuple):
+    """Of each sequence."""
+
+    wide: int                            # of 128 state rows
+    halves: int                          # of 64
+
+
+def wide_us(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> float:
+    """Expected time of the forward without a split, in items of 128 state rows."""
+    return whole_us(STEPS, items.wide, longest, chunks, sequences, sm_count)
+
+
+def halves_us(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> float:
+    """The same in items of 64."""
+    return whole_us(HALVES_STEPS, items.halves, longest, chunks, sequences, sm_count)
+
+
+def halves_are_faster(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> bool:
+    sizes = longest, chunks, sequences, sm_count
+    return halves_us(items, *sizes) < wide_us(items, *sizes)
+
+
+def whole_us(table: Steps, rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> float:
+    steps = steps_of_wholes(rows, longest, chunks, sequences, sm_count)
+    return chain_us(table, rows * chunks, steps, sm_count) + WHOLE
 
 
 def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_count: int) -> float:
@@ -47,9 +74,9 @@ def split_us(rows: int, longest: int, chunks: int, sequences: int, L: int, sm_co
     return forward + transfers_us(SCAN_STEP, SCAN_ITEM, 2, others, L, sm_count) + BOUNDARY * (longest / L) + SPLIT
 
 
-def whole_backward_us(rows: int, longest: int, chunks: int, sm_count: int) -> float:
+def whole_backward_us(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> float:
     """Expected time of both scans of the backward without a split."""
-    steps, tables = steps_of_wholes(rows, longest, chunks, sm_count), (STATE_STEPS, GRADIENT_STEPS)
+    steps, tables = steps_of_wholes(rows, longest, chunks, sequences, sm_count), (STATE_STEPS, GRADIENT_STEPS)
     if 2 * rows * chunks <= BESIDE_SHARE * steps * sm_count:
         return BESIDE * max(chain_us(table, 2 * rows * chunks, steps, sm_count) for table in tables)
     return sum(chain_us(table, rows * chunks, steps, sm_count) for table in tables)
@@ -73,9 +100,9 @@ def split_backward_us(
     return scans + GRADIENT_ITEM * turns + between + GRADIENT_SPLIT
 
 
-def steps_of_wholes(rows: int, longest: int, chunks: int, sm_count: int) -> int:
-    """Chunks of the block that works longest, without a split."""
-    return max(longest, -(-chunks * rows // sm_count))
+def steps_of_wholes(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> float:
+    """Chunks of the block that works longest, without a split: it has the longest sequence, or most of them."""
+    return max(longest, -(-sequences * rows // sm_count) * chunks / sequences)
 
 
 def segments_in_all(longest: int, chunks: int, sequences: int, L: int) -> int:
@@ -94,7 +121,7 @@ def steps_of_segments(longest: int, chunks: int, sequences: int, L: int, turns: 
     return L + (turns - 1) * chunks / segments_in_all(longest, chunks, sequences, L)
 
 
-def chain_us(table: tuple[tuple[float, float], ...], chunks: int, steps: float, sm_count: int) -> float:
+def chain_us(table: Steps, chunks: int, steps: float, sm_count: int) -> float:
     """Time of a scan. chunks: of all items; steps: of the block that works longest."""
     share = min(chunks / (steps * sm_count), 1.0) if steps else 0.0
     return steps * next(step for limit, step in table if share <= limit)
@@ -107,23 +134,42 @@ def transfers_us(step: float, item: float, exact_items: int, items: int, L: int,
     return max(step * L + item, items * (exact + warm) / sm_count) if items else 0.0
 
 
-def best_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
+def best_split(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
     """Chunks per segment of the forward; None where whole sequences are expected to be about as fast."""
-    whole = whole_us(rows, longest, chunks, sm_count)
+    whole = min(us(items, longest, chunks, sequences, sm_count) for us in (wide_us, halves_us))
+    rows = items.wide
     return shortest({L: split_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}, MARGIN * whole)
 
 
-def best_backward_split(rows: int, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
+def best_backward_split(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
     """As best_split(), of the backward. A forward that splits takes the same segments and shares what it finds out, so that it
     is the time of both that counts."""
-    own, sizes = best_split(rows, longest, chunks, sequences, sm_count), (rows, longest, chunks, sequences)
-    whole = whole_backward_us(rows, longest, chunks, sm_count)
-    if own is None:
-        return shortest({L: split_backward_us(*sizes, L, sm_count) for L in SEGMENTS if longest > L}, MARGIN * whole)
-    costs = {
-        L: split_backward_us(*sizes, L, sm_count, shared=True) + split_us(*sizes, L, sm_count) for L in SEGMENTS if longest > L
-    }
-    return shortest(costs, MARGIN * (whole + split_us(*sizes, own, sm_count)))
+    sizes = items, longest, chunks, sequences, sm_count
+    whole = whole_backward_us(items.wide, *sizes[1:]) + forward_us(*sizes)
+    costs = {L: min(both_us(*sizes, L, shared=shared) for shared in (True, False)) for L in SEGMENTS if longest > L}
+    return shortest(costs, MARGIN * whole)
+
+
+def sharing_pays(items: Items, longest: int, chunks: int, sequences: int, sm_count: int, L: int) -> bool:
+    """Whether a forward should take the segments of its backward, whatever it would do alone."""
+    sizes = items, longest, chunks, sequences, sm_count
+    return both_us(*sizes, L, shared=True) <= both_us(*sizes, L, shared=False)
+
+
+def both_us(items: Items, longest: int, chunks: int, sequences: int, sm_count: int, L: int, *, shared: bool) -> float:
+    """Expected time of a forward and of the scans of its backward with L chunks a segment."""
+    sizes = items.wide, longest, chunks, sequences, L, sm_count
+    forward = split_us(*sizes) if shared else forward_us(items, longest, chunks, sequences, sm_count)
+    return forward + split_backward_us(*sizes, shared=shared)
+
+
+def forward_us(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> float:
+    """Expected time of a forward alone, as best as it can."""
+    sizes = longest, chunks, sequences, sm_count
+    L = best_split(items, *sizes)
+    if L is not None:
+        return split_us(items.wide, longest, chunks, sequences, L, sm_count)
+    return min(wide_us(items, *sizes), halves_us(items, *sizes))
 
 
 def shortest(costs: dict[int, float], limit: float) -> int | None:

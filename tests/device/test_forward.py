@@ -79,11 +79,11 @@ def compiled_together() -> None:
 
 def strategies_of(case: Case) -> list[str]:
     hopper = case.dtype == torch.bfloat16 and case.K <= 128 and case.V % 64 == 0
-    return ["chunked", "fused", "split"] if hopper else ["chunked"]
+    return ["chunked", "fused", "fused_halves", "split"] if hopper else ["chunked"]
 
 
 # Segments of 4 chunks: most of the lengths here then have one boundary or more.
-SPLITS = {"chunked": None, "fused": None, "split": 4}
+SPLITS = {"chunked": None, "fused": None, "fused_halves": None, "split": 4}
 
 
 @pytest.fixture(params=SPLITS)

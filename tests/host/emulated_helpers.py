@@ -121,10 +121,10 @@ def store_transposed(source: Pointer, tile: Pointer, offset: np.ndarray) -> None
         store_matrices(tile, offset + 2048 * i, rounded(accumulator(source)[:, i], "bfloat16"), transposed=True)
 
 
-def zero_rows(tile: Pointer, first: int) -> None:
+def zero_rows(tile: Pointer, first: int, parts: int) -> None:
     stage, *start = tile.index
     assert start == [0, 0]
-    assert tile.array.shape[1:] == (64, 128)
+    assert tile.array.shape[1:] == (64, 64 * parts)
     tile.array.values[stage, first:] = 0
 
 
@@ -142,8 +142,8 @@ def store_accumulator(x: Pointer, target: Pointer, stride: int, rows: int) -> No
     target.store(at[wanted], accumulator(x)[wanted])
 
 
-def zero_first_rows(target: Pointer, stride: int, rows: int) -> None:
-    target.store(stride * np.arange(rows)[:, None] + np.arange(128), 0.0)
+def zero_first_rows(target: Pointer, stride: int, rows: int, columns: int) -> None:
+    target.store(stride * np.arange(rows)[:, None] + np.arange(columns), 0.0)
 
 
 def load_tile_into(x: Pointer, tile: Pointer, offset: np.ndarray) -> None:

@@ -260,7 +260,7 @@ def launch(
 
     Args:
         sizes: values of the kernel's dynamic dimensions.
-        by_lane: warps whose lanes go different ways.
+        by_lane: those of the last four warps whose lanes go different ways.
     """
     module = traced_template(template)
     described, chosen = module.Problem(**problem), module.Config(**config)
@@ -290,7 +290,7 @@ def launch(
     while number < blocks:
         block = Block(number, sizes, tile_names, barriers)
         with mock.patch.dict(vars(module.T), block.names(), clear=True), tilelang_replaced():
-            block.run(functools.partial(work, block), warpgroups, warps, by_lane)
+            block.run(functools.partial(work, block), warpgroups, warps, [warps[number] for number in by_lane])
         number, blocks = number + 1, block.blocks
     for given, value in zip(arguments, values, strict=True):
         if isinstance(given, torch.Tensor):

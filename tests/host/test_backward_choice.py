@@ -24,7 +24,7 @@ from qla_jit.ops import autograd, backward, operands, pipeline, plan
 from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
 from qla_jit.ops.kept import FromForward
 from qla_jit.ops.results import ForwardResult, Segments, SegmentStates
-from qla_jit.ops.splits import best_backward_split, split_backward_us, whole_backward_us
+from qla_jit.ops.splits import Items, best_backward_split, both_us, forward_us, whole_backward_us
 from qla_jit.tuning_records import Problem, save_directory
 
 
@@ -253,16 +253,32 @@ def test_sequences_stay_whole_where_there_are_many_or_short_ones(
 @pytest.mark.parametrize("rows", [1, 8, 32, 64])
 @pytest.mark.parametrize("chunks", [4, 128, 512])
 def test_the_best_split_is_expected_to_pay(rows: int, chunks: int) -> None:
-    L = best_backward_split(rows, chunks, chunks, 1, 132)
+    sizes = Items(rows, 2 * rows), chunks, chunks, 1, 132
+    L = best_backward_split(*sizes)
     if L is not None:
-        assert split_backward_us(rows, chunks, chunks, 1, L, 132) < whole_backward_us(rows, chunks, chunks, 132)
+        both = min(both_us(*sizes, L, shared=shared) for shared in (True, False))
+        assert both < forward_us(*sizes) + whole_backward_us(rows, *sizes[1:])
 
 
 def test_measured_scans_are_expected_as_they_are() -> None:
     # docs/performance.md: 16,32:4096x8 one after the other; 16,32:32768 and 2,8:2048x4 side by side
-    assert whole_backward_us(32, 64, 512, 132) == pytest.approx(382 + 458, rel=0.05)
-    assert whole_backward_us(32, 512, 512, 132) == pytest.approx(1462, rel=0.05)
-    assert whole_backward_us(8, 32, 128, 132) == pytest.approx(97, rel=0.05)
+    assert whole_backward_us(32, 64, 512, 8, 132) == pytest.approx(382 + 458, rel=0.05)
+    assert whole_backward_us(32, 512, 512, 1, 132) == pytest.approx(1462, rel=0.05)
+    assert whole_backward_us(8, 32, 128, 4, 132) == pytest.approx(97, rel=0.05)
+
+
+def test_a_forward_is_split_for_its_backward_where_both_together_gain(asked: list) -> None:
+    inputs = long_call(64, 128)
+    assert pipeline.kernels_for(inputs).strategy == "fused_halves"                      # alone
+    L = backward.split_to_share(inputs)
+    assert L == backward.kernels_for(inputs).dispatch.split is not None
+    assert pipeline.kernels_for(inputs, to_split=True).strategy == "split"
+    with select.override("fused"):
+        assert pipeline.kernels_for(inputs, to_split=True).strategy == "fused"
+    short = long_call(64, 16)
+    assert pipeline.kernels_for(short, to_split=backward.split_to_share(short) is not None).strategy != "split"
+    narrow_chunks = long_call(8, 512, chunk_size=16)
+    assert pipeline.kernels_for(narrow_chunks, to_split=True).strategy == "chunked"     # which has no segments
 
 
 @pytest.mark.parametrize("split", [1, 16, None], ids=lambda L: f"L{L}")

@@ -144,9 +144,9 @@ WARPGROUP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
     "qla_store_overlap": lambda m: [m.tile(128, 128), m.tile(128, 128), m.floats(10, 64).at(9, 0)],
 }  # fmt: skip
 WARP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
-    "qla_zero_rows": lambda m: [m.tile(64, 128), 37],
+    "qla_zero_rows": lambda m: [m.tile(64, 128), 37, 2],
     "qla_store_first_rows": lambda m: [m.tile(), m.in_global(80, 2, 128).at(3, 1, 64), 256, 37],
-    "qla_zero_first_rows": lambda m: [m.in_global(80, 2, 128).at(3, 1, 0), 256, 37],
+    "qla_zero_first_rows": lambda m: [m.in_global(80, 2, 128).at(3, 1, 0), 256, 37, 128],
 }
 LANE_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
     "qla_scan64": lambda m: [m.registers(3)],
@@ -203,7 +203,7 @@ FAULTS = {
     "qla_load_transposed": ("offset + 2048 * i", "offset + 1024 * i"),
     "qla_lower_triangle": ("qla_pack(v[2], v[3]) & left", "qla_pack(v[2], v[3]) & right"),
     "qla_scan64": ("lane >= step", "lane > step"),
-    "qla_zero_rows": ("at + 8192", "at + 4096"),
+    "qla_zero_rows": ("at + 8192 * part", "at + 4096 * part"),
     "qla_store_first_rows": ("piece ^ (row & 7)", "piece"),
     "qla_score_gradient": ("a >= b + strict", "a > b + strict"),
     "qla_gate_gradient": ("d[h] = lane + 32 * h < valid", "d[h] = lane + 32 * h <= valid"),

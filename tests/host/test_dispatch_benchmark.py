@@ -34,7 +34,7 @@ def test_what_is_chosen_runs_beside_every_strategy_and_split_but_the_baseline(ti
     row = dispatch.measure_row(Row(2, 8, (32768,)), FORWARD, GPU)
     [candidates] = seen
     assert {(candidate.strategy, candidate.split) for candidate in candidates.values()} == {
-        ("fused", None), ("split", None), *(("split", L) for L in (4, 8, 16, 32, 64, 128, 256))
+        ("fused", None), ("fused_halves", None), ("split", None), *(("split", L) for L in (4, 8, 16, 32, 64, 128, 256))
     }  # fmt: skip
     assert row["chosen"] in candidates
     assert row["default"] in candidates

@@ -30,7 +30,7 @@ from qla_jit.kernel_templates.macros.sequences import slot_count
 H, HV, K, C = 1, 2, 128, 64
 SCALE = K**-0.5
 BLOCKS = 3                               # fewer than items: each goes on to the next ones
-GATE_WARP, LAST_WARP = 13, 15            # whose lanes go different ways; of the scans the first alone
+GATE_WARP, LAST_WARP = 1, 3              # of those that load: their lanes go different ways; of the scans the first's alone
 
 # Ragged before a sequence of NaN, which what is loaded with it must not reach; empty, one token, exactly a chunk, and ragged in
 # front of the tail, which is NaN too.
@@ -55,6 +55,7 @@ class Run:
     packed: bool = True
     in_kernel: bool = False              # gates are made from logits
     bands: int = 1                       # that chunks of the backward go in
+    rows: int = 128                      # of the state in an item
     config: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
@@ -119,7 +120,7 @@ class Scan:
         module = importlib.import_module(f"qla_jit.kernel_templates.{template}")
         known = dict(
             H=H, HV=HV, K=self.K, V=self.V, C=C, dtype="bfloat16", packed=self.run.packed, index_dtype="int32",
-            gate_dtype="float32", gate_in_kernel=self.run.in_kernel, has_dt_bias=self.run.in_kernel,
+            gate_dtype="float32", gate_in_kernel=self.run.in_kernel, has_dt_bias=self.run.in_kernel, rows=self.run.rows,
             state_v_first=self.run.v_first, split=self.run.L > 0,
             initial_state_dtype="float32" if self.run.ends and not self.run.L else None, **problem,
         )  # fmt: skip
@@ -261,7 +262,15 @@ SCANS = [
 NARROW = [Run(K=96, V=192), Run("open", K=64, V=64, L=1, v_first=True)]
 
 
-@pytest.mark.parametrize("run", SCANS + NARROW, ids=str)
+# One state warpgroup.
+ONE_STATE = [
+    Run(rows=64),
+    Run("reset", K=64, V=64, v_first=True, rows=64, config=(("product_stages", 1),)),
+    Run("decaying", K=96, V=192, packed=False, lengths=(65, 65), rows=64, ends=False, config=(("key_stages", 3),)),
+]
+
+
+@pytest.mark.parametrize("run", SCANS + NARROW + ONE_STATE, ids=str)
 def test_register_state_forward(run: Run) -> None:
     scan, scale = Scan(run), run.K**-0.5
     o, final_state = torch.full_like(scan.v, math.nan), scan.nan_states()

@@ -12,7 +12,7 @@ from qla_jit.kernel_templates.arch import ARCHES, SM90A
 from qla_jit.ops.inputs import CallFacts, check_inputs
 from qla_jit.ops.pipeline import LAUNCHERS
 from qla_jit.ops.plan import STRATEGIES, Extents, segment_lengths, split_pays, strategies_for
-from qla_jit.ops.splits import best_split, split_us, whole_us
+from qla_jit.ops.splits import Items, best_split, halves_us, split_us, wide_us
 from qla_jit.tuning_records import Hardware
 
 H200 = Hardware(arch="sm_90a", sm_count=132, l2_bytes=60 * 2**20)
@@ -31,10 +31,10 @@ def test_every_strategy_has_a_launcher() -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({}, ["chunked", "fused", "split"]),
-        ({"V": 256}, ["chunked", "fused", "split"]),
-        ({"K": 96, "V": 192}, ["chunked", "fused", "split"]),
-        ({"K": 64, "V": 64}, ["chunked", "fused", "split"]),
+        ({}, ["chunked", "fused", "fused_halves", "split"]),
+        ({"V": 256}, ["chunked", "fused", "fused_halves", "split"]),
+        ({"K": 96, "V": 192}, ["chunked", "fused", "fused_halves", "split"]),
+        ({"K": 64, "V": 64}, ["chunked", "fused", "fused_halves", "split"]),
         ({"V": 96}, ["chunked"]),
         ({"K": 192}, ["chunked"]),
         ({"dtype": torch.float16}, ["chunked"]),
@@ -73,12 +73,18 @@ def test_a_full_gpu_computes_whole_sequences() -> None:
     assert chosen(64, 64, sequences=8) == ("fused", None)
 
 
+def test_items_are_halved_where_sms_would_be_idle() -> None:
+    assert chosen(64, 128) == ("fused_halves", None)
+    assert chosen(8, 64, sequences=8) == ("fused_halves", None)
+    assert chosen(128, 128) == ("fused", None)
+
+
 def test_a_call_may_forbid_splits() -> None:
-    assert chosen(8, 512, auto_cp=False) == ("fused", None)
+    assert chosen(8, 512, auto_cp=False) == ("fused_halves", None)
 
 
 def test_thousands_of_short_sequences_beside_a_long_one_are_not_split() -> None:
-    facts = facts_of(H=16, HV=64)
+    facts = facts_of(H=8, HV=32)
     assert split_pays(facts, Extents(chunks=1024, longest=1024, sequences=1), 132)
     assert not split_pays(facts, Extents(chunks=3024, longest=1024, sequences=2000), 132)
 
@@ -105,6 +111,7 @@ def test_segment_lengths_begin_with_the_default_and_hold_none_once(longest: int)
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("chunks", [16, 512])
 def test_the_best_split_is_expected_to_pay(rows: int, chunks: int) -> None:
-    L = best_split(rows, chunks, chunks, 1, 132)
+    items, sizes = Items(rows, 2 * rows), (chunks, chunks, 1)
+    L = best_split(items, *sizes, 132)
     if L is not None:
-        assert split_us(rows, chunks, chunks, 1, L, 132) < whole_us(rows, chunks, chunks, 132)
+        assert split_us(rows, *sizes, L, 132) < min(wide_us(items, *sizes, 132), halves_us(items, *sizes, 132))

@@ -17,8 +17,7 @@ from qla_jit.kernel_templates.macros.bands import row_count
 
 C, L_WHOLE = 64, 0
 BLOCK, BLOCKS = 1, 2                     # the one that is traced, of those
-WARPGROUPS = [Agent("state 0", 0, 128), Agent("state 1", 128, 128), Agent("aux", 256, 128)]
-WARPS = [Agent("warp 12", 384, 32), Agent("warp 13", 416, 32), Agent("warp 14", 448, 32), Agent("warp 15", 480, 32)]
+WARPGROUPS = ["state 0", "state 1", "aux"]
 
 DIMS = dict(H=1, HV=2, K=128, C=C, dtype="bfloat16", packed=True, index_dtype="int32")
 GATES = dict(gate_dtype="float32", gate_in_kernel=False, has_dt_bias=False)
@@ -30,6 +29,7 @@ GRADIENTS = dict(**DIMS, V=128, **GATES, has_final_state_gradient=True, has_init
 KERNELS = {
     "forward": ("register_state_forward", FORWARD, False),
     "forward-narrow": ("register_state_forward", FORWARD | dict(K=96, V=192), False),
+    "forward-64": ("register_state_forward", FORWARD | dict(rows=64), False),
     "forward-split": ("register_state_forward", FORWARD | dict(split=True, initial_state_dtype=None), True),
     "states": ("register_state_scan", STATES, False),
     "states-split": ("register_state_scan", STATES | dict(split=True, initial_state_dtype=None), True),
@@ -46,21 +46,22 @@ LENGTHS = [(640,), (70, 0, 64, 1, 450)]
 
 # What another wait implies, or somebody else's fence on the way: nothing is lost without it.
 IMPLIED = {
-    "forward": {("warp 15", "fence", None)},
-    "forward-narrow": {("warp 15", "fence", None)},
-    "forward-split": {("warp 15", "fence", None)},
+    "forward": {("loader 3", "fence", None)},
+    "forward-narrow": {("loader 3", "fence", None)},
+    "forward-64": {("loader 3", "fence", None), ("loader 3", "wait", "q_free")},
+    "forward-split": {("loader 3", "fence", None)},
     "states": {
         ("state 0", "fence", None), ("state 1", "fence", None), ("state 0", "wait", "s_free"), ("state 1", "wait", "s_free"),
-        ("warp 12", "wait", "Ab_free"),
+        ("loader 0", "wait", "Ab_free"),
     },
     "gradients": {
         ("state 0", "wait", "q_full"), ("state 1", "wait", "q_full"), ("state 0", "wait", "s_free"),
-        ("state 1", "wait", "s_free"), ("warp 12", "wait", "q_free"),
+        ("state 1", "wait", "s_free"), ("loader 0", "wait", "q_free"),
     },
-    "gradient-transfers": {("state 0", "wait", "q_full"), ("state 1", "wait", "q_full"), ("warp 12", "wait", "q_free")},
+    "gradient-transfers": {("state 0", "wait", "q_full"), ("state 1", "wait", "q_full"), ("loader 0", "wait", "q_free")},
     "chunk-gradients": {
-        ("queries", "wait", "k_full"), ("keys", "wait", "q_full"), ("warp 12", "wait", "k_free"), ("warp 12", "wait", "q_free"),
-        ("warp 12", "fence", None), ("warp 13", "wait", "gates_free"),
+        ("queries", "wait", "k_full"), ("keys", "wait", "q_full"), ("loader 0", "wait", "k_free"), ("loader 0", "wait", "q_free"),
+        ("loader 0", "fence", None), ("loader 1", "wait", "gates_free"),
     },
 }  # fmt: skip
 IMPLIED |= {"states-split": IMPLIED["states"], "gradients-split": IMPLIED["gradients"]}
@@ -87,16 +88,18 @@ def traced(
     segments = [max(-(-length // (C * L)), 1) for length in lengths] if by_segments else []
     before = [0, *itertools.accumulate(segments)]
     listed = listed_chunks(starts, slots, C)
-    agents, by_chunk = WARPGROUPS + WARPS, {}
+    warpgroups, by_chunk = WARPGROUPS, {}
+    if "rows" in problem:
+        warpgroups = ["state 0", "aux"]
     if template == "warpgroup_gradients":
-        agents = [Agent(name, number * 128, 128) for number, name in enumerate(("scores", "queries", "keys"))] + WARPS
+        warpgroups = ["scores", "queries", "keys"]
         read = [listed[item // problem["H"]][1:] for item in range(BLOCK, slots * problem["H"], BLOCKS)]
         by_chunk = dict(rows_apart=["sums"], numbers=dict(place=lambda: itertools.chain(*read)))
     return trace(
         template,
         problem,
         config,
-        agents,
+        agents_of(warpgroups),
         sizes=dict(
             B=1, tokens=tokens, slots=slots, bounds=N + 1, places=places, rows=row_count(slots, places, bands),
             carried_places=places,
@@ -109,6 +112,13 @@ def traced(
         block=BLOCK,
         **by_chunk,
     )
+
+
+def agents_of(warpgroups: list[str]) -> list[Agent]:
+    """Warpgroups, and behind them the four warps that load and store."""
+    first = 128 * len(warpgroups)
+    warps = [Agent(f"loader {number}", first + 32 * number, 32) for number in range(4)]
+    return [Agent(name, number * 128, 128) for number, name in enumerate(warpgroups)] + warps
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -132,8 +142,8 @@ def test_shared_tiles_are_never_in_use_twice_where_chunks_go_in_bands(kernel: st
 
 # Who waits for the kernel before, where not all do: the others need nothing of it.
 WHO_WAITS = {
-    "forward": {"warp 12"}, "forward-narrow": {"warp 12"}, "forward-split": {"state 0", "state 1"},
-    "gradients": {"state 0", "state 1", "warp 14"}, "gradients-split": {"state 0", "state 1", "warp 14"},
+    "forward": {"loader 0"}, "forward-narrow": {"loader 0"}, "forward-64": {"loader 0"}, "forward-split": {"state 0", "state 1"},
+    "gradients": {"state 0", "state 1", "loader 2"}, "gradients-split": {"state 0", "state 1", "loader 2"},
 }  # fmt: skip
 
 
@@ -145,7 +155,7 @@ def test_whoever_needs_the_kernel_before_waits_for_it_first(kernel: str, lengths
     waiting = {agent for agent, waits in found.waits.items() if waits}
     assert waiting == WHO_WAITS.get(kernel, {*found.waits})
     for agent in waiting:
-        needed = {"Ab"} if WHO_WAITS.get(kernel) == {"warp 12"} else None        # of what it touches; None: all
+        needed = {"Ab"} if WHO_WAITS.get(kernel) == {"loader 0"} else None        # of what it touches; None: all
         events = found.events[agent][: found.waits[agent][0]]
         assert not [region for event in events for region in event.regions if needed is None or region.tile in needed]
 
