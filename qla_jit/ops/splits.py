@@ -16,7 +16,7 @@ HALVES_STEPS = ((0.55, 1.35), (0.89, 1.45), (1.0, 1.5))               # of half 
 ITEM = 4.8                               # and what every item of a split costs beside its chunks
 SCAN_STEP, SCAN_ITEM = 0.71, 8.0         # segment_scan: one chunk, and what every item costs
 BOUNDARY = 1.7                           # segment_states, from one segment to the next
-WHOLE, SPLIT = 10.5, 17.4                # what else a call takes: with a split it has three kernels more
+WHOLE, SPLIT = 10.5, 13.5                # what else a call takes: with a split it has three kernels more, two of them early
 MARGIN = 0.97                            # a split has to be so much faster than whole sequences, and needs memory
 # What heads do is only known on the GPU: a quarter that never forget, as in FlashQLA's benchmark, others within 4 chunks.
 EXACT_SHARE, WARM_CHUNKS = 0.25, 4
