@@ -12,7 +12,7 @@ from typing import NamedTuple
 # model takes is 0.4 % slower than the best of them in the mean. Only ratios matter.
 # register_state_forward, one chunk of an item, by the mean share of SMs at work: memory and the power limit slow full GPUs.
 STEPS = ((0.55, 1.9), (0.89, 2.35), (1.0, 2.65))
-HALVES_STEPS = ((0.55, 1.35), (0.89, 1.45), (1.0, 1.5))               # of half as many rows, fitted to 46 times of four pairs
+HALVES_STEPS = ((0.55, 1.35), (0.89, 1.45), (1.0, 1.5))               # of half as many rows, fitted to 28 rows of four pairs
 ITEM = 4.8                               # and what every item of a split costs beside its chunks
 SCAN_STEP, SCAN_ITEM = 0.71, 8.0         # segment_scan: one chunk, and what every item costs
 BOUNDARY = 1.7                           # segment_states, from one segment to the next
