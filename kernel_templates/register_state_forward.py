@@ -233,8 +233,6 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
             # O of chunk i - 1 while K S runs; in the first round of a tile nonsense that nobody is told of.
             emit_values(tiles, "o", half, (i + T.if_then_else(j > 0, 0, 1)) % 2, o, o_registers, lane_offset)
             T.wgmma_gemm(operand, tiles.q[i % config.key_stages, :, :], o, transpose_B=True, clear_accum=True, policy=rows_policy)
-            if j > 0:
-                T.barrier_arrive(tiles.barriers["o_full"][half])
             wait_full(tiles.barriers, "products", config.product_stages, i)
             gate_stage = i % GATE_STAGES
             load_state_scale(tiles, gate_stage, state_scale)
@@ -244,6 +242,8 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
             if state_scale[0] != 1.0:
                 scale_state(state, state_scale, 0)
             T.wait_wgmma(1)              # K S is there, Q S may still run
+            if j > 0:
+                T.barrier_arrive(tiles.barriers["o_full"][half])         # not behind its stores at once: docs/tilelang.md
             signal(tiles.barriers, "k_free", config.key_stages, i)
             values_minus_decayed(C, u, v_registers, tiles.gates, gate_stage, column, value_factor, u_registers, w_registers, w)
             signal(tiles.barriers, "v_free", 2, i)           # not before v_registers were used: docs/tilelang.md
@@ -261,6 +261,7 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
             signal(tiles.barriers, "products_free", config.product_stages, i)
             i = i + 1
         emit_values(tiles, "o", half, (i + T.if_then_else(chunks > 0, 0, 1)) % 2, o, o_registers, lane_offset)
+        T.fence_proxy_async()            # once an item, where no product gives the stores time
         if chunks > 0:
             T.barrier_arrive(tiles.barriers["o_full"][half])
         if problem.has_final_state:

@@ -65,6 +65,7 @@ class Event:
     barrier: tuple[str, int] | None = None       # (name, stage)
     number: int = 0                              # parity of a wait; operations that may still run
     unused: tuple[str, ...] = ()                 # tiles from which registers were loaded that nobody has used when it arrives
+    fresh: tuple[str, ...] = ()                  # tiles that it has written since it last waited for a product, or fenced
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ def barrier_names(module: ModuleType, problem: Any, config: Any) -> list[str]:
 def renamed(event: Event, tiles: Sequence[str], barriers: Mapping[str, str]) -> Event:
     regions = tuple(Region(tiles[int(r.tile)], r.stage, r.row) for r in event.regions)
     barrier = event.barrier and (barriers[event.barrier[0]], event.barrier[1])
-    return Event(event.kind, regions, barrier, event.number, tuple(tiles[int(tile)] for tile in event.unused))
+    unused, fresh = (tuple(tiles[int(tile)] for tile in told) for told in (event.unused, event.fresh))
+    return Event(event.kind, regions, barrier, event.number, unused, fresh)
 
 
 @functools.cache
@@ -250,6 +252,7 @@ class Recorder:
     lets_come: int = 0                           # the kernel behind
     tiles: int = 0
     unused: dict[Registers, str] = field(default_factory=dict)           # registers, and the tile that they were loaded from
+    fresh: set[str] = field(default_factory=set)
 
     def names(self) -> dict[str, Any]:
         def ignored(*args: Any, **kwargs: Any) -> None:
@@ -278,8 +281,12 @@ class Recorder:
         self.lets_come += 1
 
     def record(self, kind: str, *regions: Region, barrier: tuple[str, int] | None = None, number: int = 0) -> None:
-        unused = tuple(self.unused.values()) if kind == "arrive" else ()
-        self.events.append(Event(kind, regions, barrier, int(number), unused))
+        told = (tuple(self.unused.values()), tuple(self.fresh)) if kind == "arrive" else ((), ())
+        self.events.append(Event(kind, regions, barrier, int(number), *told))
+        if kind == "write":
+            self.fresh |= {region.tile for region in regions}
+        elif kind in ("products_done", "fence"):
+            self.fresh.clear()
 
     @contextlib.contextmanager
     def kernel(self, blocks: int, *, threads: int, prelude: str) -> Iterator[int]:
@@ -386,9 +393,12 @@ def check(found: Trace) -> list[str]:
     reads: dict[Region, list[Access]] = defaultdict(list)
     writes: dict[Region, list[Access]] = defaultdict(list)
     problems: dict[str, None] = {}
-    # Copies fill these again as soon as they are free, and an arrival does not wait for loads in front of it (docs/tilelang.md).
-    loads = (event for events in found.events.values() for event in events if event.kind == "load")
-    filled = {region.tile for event in loads for region in event.regions}
+    # Copies fill tiles again as soon as they are free, and read them as soon as they are full. An arrival does not wait for
+    # loads and stores in front of it (docs/tilelang.md).
+    everything = [event for events in found.events.values() for event in events]
+    filled, read_out = (
+        {region.tile for event in everything if event.kind == kind for region in event.regions} for kind in ("load", "store")
+    )
 
     def ordered(state: State, what: str, region: Region, access: Access, *, writes_too: bool) -> None:
         for kept, verb in ((writes, "written"), (reads, "read")) if writes_too else ((writes, "written"),):
@@ -445,6 +455,9 @@ def check(found: Trace) -> list[str]:
             for tile in filled.intersection(event.unused):
                 if event.barrier[0] == f"{tile}_free":
                     problems[f"{what}: {tile} is free before what was loaded from it has been used"] = None
+            for tile in read_out.intersection(event.fresh):
+                if event.barrier[0] == f"{tile}_full":
+                    problems[f"{what}: {tile} is full at once behind its stores"] = None
             phases = barriers[event.barrier]
             join(phases.clock, clock)
             join(phases.fenced, state.fenced)

@@ -46,10 +46,8 @@ LENGTHS = [(640,), (70, 0, 64, 1, 450)]
 
 # What another wait implies, or somebody else's fence on the way: nothing is lost without it.
 IMPLIED = {
-    "forward": {("loader 3", "fence", None)},
-    "forward-narrow": {("loader 3", "fence", None)},
-    "forward-64": {("loader 3", "fence", None), ("loader 3", "wait", "q_free")},
-    "forward-split": {("loader 3", "fence", None)},
+    "forward": {("state 0", "fence", None), ("state 1", "fence", None), ("loader 3", "fence", None)},
+    "forward-64": {("state 0", "fence", None), ("loader 3", "fence", None), ("loader 3", "wait", "q_free")},
     "states": {
         ("state 0", "fence", None), ("state 1", "fence", None), ("state 0", "wait", "s_free"), ("state 1", "wait", "s_free"),
         ("loader 0", "wait", "Ab_free"),
@@ -64,7 +62,7 @@ IMPLIED = {
         ("loader 0", "fence", None), ("loader 1", "wait", "gates_free"),
     },
 }  # fmt: skip
-IMPLIED |= {"states-split": IMPLIED["states"], "gradients-split": IMPLIED["gradients"]}
+IMPLIED |= {name: IMPLIED[name.partition("-")[0]] for name in ("forward-narrow", "forward-split", "states-split", "gradients-split")}
 
 
 def configs(kernel: str) -> Iterator[dict[str, Any]]:
@@ -164,6 +162,14 @@ def test_whoever_needs_the_kernel_before_waits_for_it_first(kernel: str, lengths
 def test_a_kernel_beside_the_one_before_waits_for_it_last(kernel: str) -> None:
     found = traced(kernel, next(configs(kernel)), LENGTHS[1], 2 if KERNELS[kernel][2] else L_WHOLE, early=1)
     assert found.waits == {agent: [len(events)] for agent, events in found.events.items()}
+
+
+def test_a_tile_that_is_full_at_once_behind_its_stores_is_found() -> None:
+    found = traced("forward", next(configs("forward")), (450,), L_WHOLE)
+    events = found.events["state 1"]
+    arrival = next(number for number, event in enumerate(events) if synchronisation(event) == ("arrive", "o_full"))
+    events[arrival] = dataclasses.replace(events[arrival], fresh=("o",))
+    assert check(found) == ["state 1 arrive: o is full at once behind its stores"]
 
 
 def test_a_tile_that_is_free_before_what_was_loaded_is_used_is_found() -> None:
