@@ -62,7 +62,8 @@ IMPLIED = {
         ("loader 0", "fence", None), ("loader 1", "wait", "gates_free"),
     },
 }  # fmt: skip
-IMPLIED |= {name: IMPLIED[name.partition("-")[0]] for name in ("forward-narrow", "forward-split", "states-split", "gradients-split")}
+ALIKE = ("forward-narrow", "forward-split", "states-split", "gradients-split")
+IMPLIED |= {name: IMPLIED[name.partition("-")[0]] for name in ALIKE}
 
 
 def configs(kernel: str) -> Iterator[dict[str, Any]]:
