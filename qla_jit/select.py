@@ -2,8 +2,8 @@
 and the split of its sequences.
 
 The first that answers: an override in force, the user's tuned records, those of QLA_JIT_DB_PATH, those that ship, the
-template defaults. A record answers for its own kind of GPU and problem, and only between the sizes that were measured;
-what it names is checked against the templates as they are today.
+template defaults. A record answers for its own kind of GPU and problem, only between the sizes that were measured, and only
+where the default is the strategy that it was compared with; what it names is checked against the templates as they are today.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Considered:
     """What a record says of a call."""
 
     stored: Stored
-    match: Match                         # "none": the sizes are outside of what was measured, and it says nothing
+    match: Match                         # "none": the sizes are outside, or the default is another today: it says nothing
     ways: tuple[Way, ...] = ()           # the default first, as in the record
     chosen: Way | None = None
     points: tuple[int, ...] = ()         # of the record, around the call
@@ -368,15 +368,20 @@ def _considered(
     extents: Extents | None,
 ) -> Iterator[Considered]:
     for stored in record_store.find(Identity(op=op, hardware=hardware, problem=Problem.of(facts))):
-        yield _consider(stored, facts, usable, arch, extents)
+        yield _consider(stored, facts, usable, arch, hardware, extents)
 
 
 def _consider(
-    stored: Stored, facts: CallFacts, usable: Mapping[str, Strategy], arch: Arch, extents: Extents | None
+    stored: Stored,
+    facts: CallFacts,
+    usable: Mapping[str, Strategy],
+    arch: Arch,
+    hardware: Hardware,
+    extents: Extents | None,
 ) -> Considered:
     record = stored.record
     weights = _weights_of_points(record, extents)
-    if weights is None:
+    if weights is None or any(_default_is_another(record, point, facts, usable, arch, hardware) for point in weights):
         return Considered(stored, "none")
     match: Match = "interpolated"
     if extents is None:
@@ -389,6 +394,16 @@ def _consider(
     limit = max((math.log(way.speedup) for way in faster), default=0.0) - TIE
     chosen = next((way for way in faster if math.log(way.speedup) >= limit), ways[0])
     return Considered(stored, match, ways, chosen, tuple(weights))
+
+
+def _default_is_another(
+    record: Record, point: int, facts: CallFacts, usable: Mapping[str, Strategy], arch: Arch, hardware: Hardware
+) -> bool:
+    """Whether a point's speed-ups are over another strategy than the default of today, which may be faster than all of them."""
+    timed = record.entries[0].curve[point]
+    if timed is None or timed.strategy is None:
+        return False
+    return _preferred(usable, facts, arch, hardware, bucket(record.points[point].extents), None).name != timed.strategy
 
 
 def _weights_of_points(record: Record, extents: Extents | None) -> dict[int, float] | None:

@@ -142,6 +142,7 @@ class Measurement(Model):
     mad_us: Annotated[float, Field(ge=0), AfterValidator(lambda value: round(value, 3))]
     speedup: Ratio | None = None         # over the default; None for the default itself
     split: PositiveInt | None = None     # chunks per segment that were in force; None: whole sequences
+    strategy: Name | None = None         # of the default alone: which it was there; None: not known
     sm_mhz: tuple[PositiveInt, PositiveInt] | None = None            # lowest and highest clock while it was timed
     dropped: Count = 0                   # samples left out because of throttling or times that drift
     throttled: bool = False

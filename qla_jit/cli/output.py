@@ -60,7 +60,8 @@ def print_explanation(data: Mapping[str, Any]) -> None:
     for step, knobs in answer["configs"].items():
         typer.echo(f"  {step}: {knobs}")
     for asked in data["asked"]:
-        match = "the sizes are outside of what was measured" if asked["match"] == "none" else asked["match"]
+        silent = "the sizes are outside of what was measured, or the default is another today"
+        match = silent if asked["match"] == "none" else asked["match"]
         typer.echo(f"\n{asked['layer']}, {asked['place']}: {match}")
         if asked["ways"]:
             rows = []

@@ -95,6 +95,7 @@ def _measurement(race: Race, column: int, *, is_default: bool) -> Measurement:
         mad_us=estimated.mad_us,
         speedup=None if is_default else Ratio(value=estimated.speedup, low=estimated.low, high=estimated.high),
         split=race.candidates[column].split,
+        strategy=race.candidates[column].strategy if is_default else None,
         sm_mhz=timing.sm_mhz,
         dropped=timing.dropped,
         throttled=timing.throttled,

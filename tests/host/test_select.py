@@ -176,6 +176,20 @@ def test_a_changed_version_is_told_and_changes_nothing(op):
 
 
 @both
+@pytest.mark.parametrize(("then", "source"), [("chunked", "user"), ("retired", "default"), (None, "user")], ids=str)
+def test_a_record_that_compares_with_another_default_says_nothing(then, source, op):
+    """Of the second of its points: a call near the first gets what was found there."""
+    default = entry(DEFAULT, 100.0, 400.0, 900.0)
+    first, second, third = default.curve
+    curve = first, second, third.model_copy(update={"strategy": then})
+    wide = entry(WIDE, 80.0, 320.0, 800.0, default=(100.0, 400.0, 900.0))
+    entries = (default.model_copy(update={"curve": curve}), wide)
+    save_user_records([records.record(op=op, points=one_sequence(32, 128, 512), entries=entries)])
+    assert [choose(sequence(chunks), op=op).source for chunks in (32, 64, 128, 256, 512)] == ["user"] * 3 + [source] * 2
+    assert choose(op=op).source == source                # typical: of all of its points
+
+
+@both
 @pytest.mark.parametrize(
     ("configs", "why"),
     [

@@ -52,6 +52,8 @@ def test_a_session_finds_the_planted_best_of_each_strategy(tmp_path, op):
     problem = only(run(PlantedMachine(), tmp_path, op=op))
     assert problem.outcome == "complete"
     assert configs_of(problem.record)[0] == ("split", {"fused": {"block_v": 64, "stages": 1}})       # the default
+    told = [[measured.strategy for measured in entry.curve] for entry in problem.record.entries[:2]]
+    assert told == [["split", "split", "split", "plain"], [None] * 4]                   # of the default alone
     assert BEST_SPLIT in configs_of(problem.record)
     best = problem.record.entries[configs_of(problem.record).index(BEST_SPLIT)]
     assert all(measured.speedup.low > 1.1 for measured in best.curve)
