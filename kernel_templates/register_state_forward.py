@@ -136,9 +136,7 @@ def roles(problem: Problem, config: Config) -> tuple[Role, ...]:
 
 
 def default_config(problem: Problem, arch: Arch) -> Config:
-    if problem.rows == HALF:
-        return Config(key_stages=4, product_stages=2)
-    return Config(key_stages=3, product_stages=2)
+    return Config(key_stages=4 if problem.rows == HALF else 3, product_stages=2)
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,8 @@ class Tiles:
 
 def barrier_counts(problem: Problem, config: Config) -> dict[str, tuple[int, int]]:
     """Arrivals and stages of each barrier. A tile is full when its writers say so, free when its readers do."""
-    warp, state, aux = WARP, 2 * problem.rows, AUX.threads
+    warp, halves = WARP, problem.rows // HALF
+    state, aux, _ = (role.threads for role in roles(problem, config))
     return {
         "k_full": (warp, config.key_stages),
         "k_free": (state + aux, config.key_stages),
@@ -173,8 +172,8 @@ def barrier_counts(problem: Problem, config: Config) -> dict[str, tuple[int, int
         "gates_free": (state + aux, GATE_STAGES),
         "products_full": (aux, config.product_stages),   # X, P, and through the aux warpgroup the gates
         "products_free": (state, config.product_stages),
-        "o_full": (128, problem.rows // HALF),
-        "o_free": (warp, problem.rows // HALF),
+        "o_full": (state // halves, halves),
+        "o_free": (warp, halves),
         "tail_landed": (warp, 2),                         # a ragged chunk's K and V, before their foreign rows are zeroed
     }
 

@@ -2,7 +2,7 @@
 
 from ..language import T, macro
 from .register_gates import GAMMA
-from .register_roles import HALF, ROWS, WARP
+from .register_roles import HALF, WARP
 from .register_tiles import from_registers, to_registers
 
 
@@ -71,7 +71,7 @@ def token_stride(values):
     return T.int64(int(values.shape[2]) * int(values.shape[3]))
 
 
-def is_inside_values(values, column, rows=ROWS):
+def is_inside_values(values, column, rows):
     """Whether V or its kin have the 64 columns from this one on: True where tiles of so many fill them, else an expression."""
     V = int(values.shape[3])
     return True if V % rows == 0 else column < V

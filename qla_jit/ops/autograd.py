@@ -9,6 +9,7 @@ import torch
 from torch.amp import custom_bwd, custom_fwd
 from torch.autograd.function import once_differentiable
 
+from ..compiler import CompileRequest
 from . import backward, pipeline
 from .inputs import CallInputs
 from .kept import FromForward
@@ -22,8 +23,11 @@ def covers(inputs: CallInputs) -> bool:
     of a training waits for the compiler once."""
     if inputs.B * inputs.T == 0:
         return True
-    to_split = backward.split_to_share(inputs) is not None
-    return backward.kernels_for(inputs, together_with=lambda: pipeline.choice_for(inputs, to_split=to_split)[1]) is not None
+
+    def those_of_the_forward() -> list[CompileRequest]:
+        return pipeline.choice_for(inputs, to_split=backward.split_to_share(inputs) is not None)[1]
+
+    return backward.kernels_for(inputs, together_with=those_of_the_forward) is not None
 
 
 def differentiable_forward(inputs: CallInputs) -> ForwardResult:

@@ -59,6 +59,7 @@ class Kernels:
     dispatch: select.Dispatch
     launch: Launch = dataclasses.field(default_factory=dict)
     bands: int | None = None             # that were asked for
+    shared_split: int | None = None      # with which a forward should split, too
 
 
 _Key = tuple[CallFacts, select.Override, Extents]
@@ -92,11 +93,8 @@ def split_to_share(inputs: CallInputs) -> int | None:
     nothing to share, or it costs more, or an override has said how the forward splits. Compiles nothing."""
     if inputs.B * inputs.T == 0 or select.override_in_force().split is not ...:
         return None
-    (_, _, extents), chosen = _choice_for(inputs)
-    if chosen is None or chosen.dispatch.split is None:
-        return None
-    L, facts = chosen.dispatch.split, chosen.dispatch.facts
-    return L if plan.sharing_segments_pays(facts, extents, gpu_info(facts.device).sm_count, L) else None
+    _, chosen = _choice_for(inputs)
+    return None if chosen is None else chosen.shared_split
 
 
 def of_use(inputs: CallInputs, result: ForwardResult) -> FromForward:
@@ -122,7 +120,10 @@ def _choice_for(inputs: CallInputs) -> tuple[_Key, Kernels | None]:
         except UnsupportedError:
             _ready[key] = None
         else:
-            _ready[key] = Kernels(dispatch, bands=select.override_in_force().backward_bands or settings().backward_bands)
+            L = dispatch.split
+            shares = L is not None and plan.sharing_segments_pays(dispatch.facts, extents, gpu.sm_count, L)
+            bands = select.override_in_force().backward_bands or settings().backward_bands
+            _ready[key] = Kernels(dispatch, bands=bands, shared_split=L if shares else None)
     return key, _ready[key]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from .. import capture, kernel_cache, select
 from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
-from ..kernel_templates.macros.register_roles import HALF, ROWS, parts_of
+from ..kernel_templates.macros.register_roles import parts_of
 from ..settings import settings
 from ..tuning_records import Hardware
 from .inputs import CallFacts, CallInputs
@@ -110,15 +109,14 @@ def _chunked(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     return ForwardResult(o, final_state, chunks.g_sum, chunks.A)
 
 
-def _fused(kernels: Kernels, inputs: CallInputs, rows: int = ROWS) -> ForwardResult:
+def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     q, k = prepared_keys(kernels.launch, inputs)
     v = aligned(inputs.v)
     Ab = chunk_inverses(kernels.launch, inputs, k, slots_of(inputs), early=False)
     initial_state, final_state = _states(inputs)
     o = _rest_of_forward(
-        kernels.launch, inputs, q, k, v, Ab, initial_state, final_state, None,
-        places=inputs.N, chunks_per_segment=0, rows=rows,
-    )  # fmt: skip
+        kernels, inputs, q, k, v, Ab, initial_state, final_state, None, places=inputs.N, chunks_per_segment=0
+    )
     return ForwardResult(o, final_state, Ab=Ab)
 
 
@@ -132,22 +130,17 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     initial_state, final_state = _states(inputs)
     found = segment_states(launch, inputs, k, v, Ab, initial_state, segments)
     o = _rest_of_forward(
-        launch, inputs, q, k, v, Ab, found.states, final_state, found.segments.segments_before,
+        kernels, inputs, q, k, v, Ab, found.states, final_state, found.segments.segments_before,
         places=found.segments.places, chunks_per_segment=found.segments.L,
     )  # fmt: skip
     return ForwardResult(o, final_state, Ab=Ab, segments=found)
 
 
-LAUNCHERS = {
-    "chunked": _chunked,
-    "fused": _fused,
-    "fused_halves": functools.partial(_fused, rows=HALF),
-    "split": _split,
-}
+LAUNCHERS = {"chunked": _chunked, "fused": _fused, "fused_halves": _fused, "split": _split}
 
 
 def _rest_of_forward(
-    launch: dict[str, Callable[..., None]],
+    kernels: Kernels,
     inputs: CallInputs,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -159,13 +152,13 @@ def _rest_of_forward(
     *,
     places: int,
     chunks_per_segment: int,
-    rows: int = ROWS,
 ) -> torch.Tensor:
-    """o, and the final state where there is room for it. rows: of the transposed state in an item."""
+    """o, and the final state where there is room for it."""
     o = torch.empty_like(v)
     scale = abs(inputs.scale)            # the kernel works with its logarithm
+    rows = kernels.requests["register_state_forward"].problem.rows
     blocks = _blocks(inputs, places * inputs.facts.HV * parts_of(inputs.facts.V, rows))
-    launch["register_state_forward"](
+    kernels.launch["register_state_forward"](
         q, k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, segments_before, initial_state, o,
         final_state, scale, math.log2(scale) if scale else -math.inf, chunks_per_segment, blocks,
     )  # fmt: skip

@@ -55,6 +55,11 @@ def halves_us(items: Items, longest: int, chunks: int, sequences: int, sm_count:
     return whole_us(HALVES_STEPS, items.halves, longest, chunks, sequences, sm_count)
 
 
+def best_whole_us(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> float:
+    """In whichever items are faster."""
+    return min(us(items, longest, chunks, sequences, sm_count) for us in (wide_us, halves_us))
+
+
 def halves_are_faster(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> bool:
     sizes = longest, chunks, sequences, sm_count
     return halves_us(items, *sizes) < wide_us(items, *sizes)
@@ -136,9 +141,9 @@ def transfers_us(step: float, item: float, exact_items: int, items: int, L: int,
 
 def best_split(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
     """Chunks per segment of the forward; None where whole sequences are expected to be about as fast."""
-    whole = min(us(items, longest, chunks, sequences, sm_count) for us in (wide_us, halves_us))
-    rows = items.wide
-    return shortest({L: split_us(rows, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}, MARGIN * whole)
+    whole = best_whole_us(items, longest, chunks, sequences, sm_count)
+    costs = {L: split_us(items.wide, longest, chunks, sequences, L, sm_count) for L in SEGMENTS if longest > L}
+    return shortest(costs, MARGIN * whole)
 
 
 def best_backward_split(items: Items, longest: int, chunks: int, sequences: int, sm_count: int) -> int | None:
@@ -167,9 +172,7 @@ def forward_us(items: Items, longest: int, chunks: int, sequences: int, sm_count
     """Expected time of a forward alone, as best as it can."""
     sizes = longest, chunks, sequences, sm_count
     L = best_split(items, *sizes)
-    if L is not None:
-        return split_us(items.wide, longest, chunks, sequences, L, sm_count)
-    return min(wide_us(items, *sizes), halves_us(items, *sizes))
+    return best_whole_us(items, *sizes) if L is None else split_us(items.wide, longest, chunks, sequences, L, sm_count)
 
 
 def shortest(costs: dict[int, float], limit: float) -> int | None:
