@@ -26,7 +26,7 @@ from qla_jit.device import gpu_info
 EXPLAINED = (
     " ms: the library's low-level backward, random gradients of o and of the final state in, those of all six inputs out. "
     "What the forward saved is given to it: for FlashQLA and FLA the sums of the gates and the inverses, for qla_jit the "
-    "inverses and what it found out about segments. "
+    "inverses, what it found out about segments and the states midway. "
     "step_ms: a forward and a backward through autograd, without a graph, ten at a time, so that host time counts where the "
     "GPU waits for it. "
     "peak_bytes: allocated at the highest during such a step, above its inputs. rel_l2: ||x - x64|| / ||x64|| of each gradient, "

@@ -60,7 +60,7 @@ def qla_jit_calls(x: Inputs, y: Cotangents) -> Calls:
     made = qla_jit.chunk_gated_delta_rule_fwd(
         x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, output_final_state=True, **lengths
     )
-    kept = dict(Ab=made.Ab, segments=made.segments)
+    kept = dict(Ab=made.Ab, segments=made.segments, midway=made.midway)
 
     def gradients() -> Gradients:
         found = qla_jit.chunk_gated_delta_rule_bwd(

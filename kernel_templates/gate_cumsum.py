@@ -9,7 +9,7 @@ For every chunk slot and value head, over the tokens i of the chunk:
 Outputs are float32 and chunk-indexed, [slots, HV, C]: contiguous for whoever reads one chunk of one head. Behind the last
 token of a sequence g_sum keeps its last value and beta is 0, so that such tokens neither decay nor write.
 
-It also clears the list of where chunks lie (macros/chunk_lists.py) for whoever fills it.
+It also sets the counters of lists of chunks (macros/chunk_lists.py) to 0 for whoever fills those.
 
 A backward divides by beta. For it, |beta| of a token is at least 2 ** beta_floor: a token that writes nothing then writes a
 share too small to be seen.
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from .arch import ARCHES, Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T
-from .macros.chunk_lists import COLUMNS, clear_list
 from .macros.gates import at_least_reset, gate_of_logit
 from .macros.sequences import locate_chunk
 
@@ -38,7 +37,7 @@ class Problem:
     beta_sigmoid: bool
     negative_eigenvalues: bool
     beta_floor: int | None               # None: beta as it is
-    clears_list: bool = False
+    clears_counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Config:
 
 
 def arguments(problem: Problem) -> tuple[str, ...]:
-    return ("g", "beta", "A_log", "dt_bias", "cu_seqlens", "g_sum", "beta_chunks", "listed")
+    return ("g", "beta", "A_log", "dt_bias", "cu_seqlens", "g_sum", "beta_chunks", "counts")
 
 
 def buffers(problem: Problem, config: Config) -> tuple[Buffer, ...]:
@@ -75,7 +74,7 @@ def default_config(problem: Problem, arch: Arch) -> Config:
 def build(problem: Problem, config: Config):
     HV, C = problem.HV, problem.C
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
-    rows = T.dynamic("rows")
+    bands = T.dynamic("bands")
 
     @T.prim_func
     def gate_cumsum(
@@ -86,16 +85,17 @@ def build(problem: Problem, config: Config):
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
         g_sum: T.Tensor((slots, HV, C), "float32"),
         beta_chunks: T.Tensor((slots, HV, C), "float32"),
-        listed: T.Tensor((rows, COLUMNS), "int32"),      # of all bands
+        counts: T.Tensor((bands,), "int32"),
     ):
         with T.Kernel(slots, T.ceildiv(HV, config.heads), threads=config.threads) as (slot, head_block):
             gates, strengths = (T.alloc_shared(b.shape, b.dtype) for b in buffers(problem, config))
             n, start, valid = locate_chunk(problem.packed, cu_seqlens, bounds - 1, tokens, slot, C)
             row = T.alloc_var("int32")
             row = 0 if problem.packed else n
-            if problem.clears_list:
-                if head_block == 0 and T.get_thread_binding() == 0:
-                    clear_list(listed, rows, slot, slots)
+            if problem.clears_counts:
+                if slot == 0 and head_block == 0 and T.get_thread_binding() == 0:
+                    for band in T.serial(bands):
+                        counts[band] = 0
             if valid > 0:
                 for i, j in T.Parallel(C, config.heads):
                     h = head_block * config.heads + j

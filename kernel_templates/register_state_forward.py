@@ -112,7 +112,7 @@ class Config:
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "q", "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "initial_state", "o", "final_state",
-        "scale", "log2_scale", "chunks_per_segment", "blocks",
+        "midway", "scale", "log2_scale", "chunks_per_segment", "blocks",
     )  # fmt: skip
 
 
@@ -194,7 +194,15 @@ def keep_lower_triangle(accumulator, registers, pairs, operand, warp, diagonal):
 
 
 @macro
-def hold_state(config, walk, tiles, thread, initial_state, final_state):
+def keep_midway(item, state, factor, midway):
+    # For a backward that goes through chunks in two bands (macros/bands.py): its state scan begins here.
+    rows, K = state.shape
+    for a, b in T.Parallel(rows, K):
+        midway[item.place, item.head, item.part * rows + a, b] = factor * state[a, b]
+
+
+@macro
+def hold_state(config, walk, tiles, thread, initial_state, final_state, midway):
     # W = V - gamma o (K S);  S <- gamma_L S + X^T W;  O = scale gamma o (Q S) + P W, all transposed
     problem, C, K, rows = walk.problem, walk.problem.C, walk.problem.K, walk.rows
     rows_policy = T.GemmWarpPolicy.FullRow
@@ -259,6 +267,9 @@ def hold_state(config, walk, tiles, thread, initial_state, final_state):
             T.wait_wgmma(0)
             signal(tiles.barriers, "products_free", config.product_stages, i)
             i = i + 1
+            if midway.shape[0] > 0:
+                if j + 1 == chunks // 2:
+                    keep_midway(item, state, state_scale[1], midway)
         emit_values(tiles, "o", half, (i + T.if_then_else(chunks > 0, 0, 1)) % 2, o, o_registers, lane_offset)
         T.fence_proxy_async()            # once an item, where no product gives the stores time
         if chunks > 0:
@@ -371,7 +382,7 @@ def build(problem: Problem, config: Config):
     threads = first_loader + loaders.threads
     aux_grows = int(problem.rows == HALF)                # from an equal share of all registers; else it gives some away
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
-    places = T.dynamic("places")
+    places, midway_places = T.dynamic("places"), T.dynamic("midway_places")
     N = bounds - 1 if problem.packed else B
 
     @T.prim_func
@@ -388,6 +399,7 @@ def build(problem: Problem, config: Config):
         initial_state: initial_state_tensor(problem, N, places),
         o: T.Tensor((B, tokens, HV, V), dtype),
         final_state: T.Tensor(state_shape(problem, N), "float32"),
+        midway: T.Tensor((midway_places, HV, tiled.V, KEYS), "float32"),       # no places where no backward wants it
         scale: T.float32,
         log2_scale: T.float32,           # from the host: the loop would compute it anew for every chunk
         chunks_per_segment: T.int32,
@@ -407,7 +419,7 @@ def build(problem: Problem, config: Config):
                 T.set_max_nreg(state.registers, 1)
                 if problem.split:
                     wait_for_the_kernel_before()         # which makes the states of segments
-                hold_state(config, walk, tiles, thread, initial_state, final_state)
+                hold_state(config, walk, tiles, thread, initial_state, final_state, midway)
             elif thread < first_loader:
                 T.set_max_nreg(aux.registers, aux_grows)
                 make_products(config, walk, tiles, thread, log2_scale)

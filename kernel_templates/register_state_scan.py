@@ -7,8 +7,9 @@ As register_state_forward without its output; with G = Gamma o Ab, gamma = exp(g
     S'    = gamma_L S + X^T W
 
 S enters each chunk transposed: states is [rows, HV, V, K]. Both are kept for the chunks of a band (macros/bands.py), which is
-reached from the first chunk on, and `listed` says where they lie. The roles are those of register_state_forward: two warpgroups
-hold S transposed, a third makes X and G one chunk ahead, single warps load, sum the gates and store.
+reached from the first chunk on, or from `midway`, where the forward kept that; `listed` says where they lie. The roles are those
+of register_state_forward: two warpgroups hold S transposed, a third makes X and G one chunk ahead, single warps load, sum the
+gates and store.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Role, Template, knob
 from .language import T, macro
-from .macros.bands import BandWalk
-from .macros.chunk_lists import COLUMNS, list_chunk
+from .macros.bands import BandWalk, band_item
+from .macros.chunk_lists import COLUMNS, LISTING, list_chunk
 from .macros.launches import let_the_next_kernel_come, wait_if_early, wait_unless_early
 from .macros.register_gates import (
     GAMMA,
@@ -53,7 +54,6 @@ from .macros.register_roles import (
     allocate,
     allow_register_indices,
     initial_state_tensor,
-    item_of,
     load_keys,
     load_values,
     read_initial_state,
@@ -91,8 +91,8 @@ class Config:
 
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
-        "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "initial_state", "states", "v_new",
-        "listed", "chunks_per_segment", "bands", "band", "early", "blocks",
+        "k", "v", "Ab", "g", "A_log", "dt_bias", "cu_seqlens", "segments_before", "initial_state", "midway", "states",
+        "v_new", "listed", "counts", "chunks_per_segment", "bands", "band", "early", "blocks",
     )  # fmt: skip
 
 
@@ -157,15 +157,26 @@ def barrier_counts(config: Config) -> dict[str, tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class FromStart(BandWalk):
-    """A band is reached from the first chunk on."""
+class StateWalk(BandWalk):
+    """A band is reached from the first chunk on, unless the state in front of it is there."""
 
-    def chunks(self, item):
-        return self.high(item)
+    midway_places: object
+
+    def begin(self, item):
+        return T.if_then_else((self.midway_places > 0) & (self.band == 0), self.low(item), 0)
 
 
 @macro
-def hold_state(config, walk, tiles, thread, initial_state):
+def read_state(walk, item, initial_state, midway, state):
+    first_v = item.part * ROWS
+    if item.begin > 0:
+        T.copy(midway[item.place, item.head, first_v : first_v + ROWS, 0 : walk.problem.K], state)
+    else:
+        read_initial_state(walk.problem, item, initial_state, state)
+
+
+@macro
+def hold_state(config, walk, tiles, thread, initial_state, midway):
     # W = V - gamma o (K S);  V_new = G W;  S <- gamma_L S + X^T W, all transposed
     problem, C, K = walk.problem, walk.problem.C, walk.problem.K
     rows_policy = T.GemmWarpPolicy.FullRow
@@ -191,10 +202,10 @@ def hold_state(config, walk, tiles, thread, initial_state):
     i = T.alloc_var("int32")             # chunks since the block began; j counts within the item
     i = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item = band_item(walk, step)
         chunks = T.alloc_var("int32")
         chunks = walk.chunks(item)
-        read_initial_state(problem, item, initial_state, state)
+        read_state(walk, item, initial_state, midway, state)
         T.clear(v_new)
         T.copy(state, operand)
         state_scale[1] = 1.0
@@ -258,7 +269,7 @@ def make_products(config, walk, tiles, thread):
     total = T.alloc_var("int32")
     total = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item = band_item(walk, step)
         total = total + walk.chunks(item)
     for i in T.serial(total):
         stage = i % config.key_stages
@@ -300,26 +311,23 @@ def free_values(tiles):
 
 
 @macro
-def store_outputs(walk, tiles, states, v_new, listed):
+def store_outputs(walk, tiles, states, v_new, listed, counts):
     # S before each chunk of the band, V_new behind it, and where it lies. The copies of a chunk are in flight together, those of
     # S into the next.
     problem = walk.problem
     i = T.alloc_var("int32")
     i = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item = band_item(walk, step)
         chunks = T.alloc_var("int32")
-        low = T.alloc_var("int32")
-        row = T.alloc_var("int32")       # where that of chunk 0 would be
         chunks = walk.chunks(item)
-        low = walk.low(item)
-        row = walk.row(item) - low
+        low, row = item.kept_from, item.kept_at
         for j in T.serial(chunks):
             if j > 0:
                 start_values_store(problem, tiles, i - 1, row + j - 1, item.head, item.part, v_new, j > low)
             start_state_store(tiles, i, states, row + j, item.head, item.part, j >= low)
             if j >= low:
-                list_chunk(listed, row + j, item, j, problem.C)
+                list_chunk(listed, counts[walk.band], row + j, item, j, problem.C)
             T.tma_store_wait(STATE_COPIES)
             if j > 0:
                 free_values(tiles)
@@ -338,7 +346,9 @@ def build(problem: Problem, config: Config):
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
-    places, rows = T.dynamic("places"), T.dynamic("rows")
+    places, midway_places, rows, bands_counted = (
+        T.dynamic(name) for name in ("places", "midway_places", "rows", "bands_counted")
+    )
     N = bounds - 1 if problem.packed else B
 
     @T.prim_func
@@ -352,41 +362,44 @@ def build(problem: Problem, config: Config):
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),     # before initial_state: N is taken from it, that may be absent
         segments_before: T.Tensor((N + 1,), "int32"),
         initial_state: initial_state_tensor(problem, N, places),
+        midway: T.Tensor((midway_places, HV, V, K), "float32"),                # no places where it is not known
         states: T.Tensor((rows, HV, V, K), dtype),
         v_new: T.Tensor((rows, HV, C, V), dtype),
-        listed: T.Tensor((rows, COLUMNS), "int32"),      # where the chunks of the rows lie
+        listed: T.Tensor((rows, COLUMNS), "int32"),      # the chunks of the band
+        counts: T.Tensor((bands_counted,), "int32"),     # how many each band has; 0 before this kernel
         chunks_per_segment: T.int32,
         bands: T.int32,
         band: T.int32,
         early: T.int32,
         blocks: T.int32,
     ):
-        with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
+        with T.Kernel(blocks, threads=512, prelude=PRELUDE + LISTING) as block:
             shared, barriers = allocate(buffers(problem, config), barrier_counts(config))
             tiles = Tiles(**shared, barriers=barriers)
             wait_unless_early(early)
             let_the_next_kernel_come()
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (tiles.v, tiles.v_new, tiles.s)})
-            walk = FromStart(
-                problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks, bands, band
+            walk = StateWalk(
+                problem, cu_seqlens, tokens, N, segments_before, V // ROWS, chunks_per_segment, block, blocks, bands, band,
+                midway_places,
             )
             thread = T.get_thread_binding()
             if thread < 256:
                 T.set_max_nreg(STATE.registers, 1)
-                hold_state(config, walk, tiles, thread, initial_state)
+                hold_state(config, walk, tiles, thread, initial_state, midway)
             elif thread < 384:
                 T.set_max_nreg(AUX.registers, 0)
                 make_products(config, walk, tiles, thread)
             else:
                 T.set_max_nreg(LOADERS.registers, 0)
                 if thread < 416:
-                    load_keys(config, walk, tiles, k, Ab)
+                    load_keys(config, walk, tiles, k, Ab, item_at=band_item)
                 elif thread < 448:
-                    prepare_gates(walk, tiles, thread - 416, 1.0, g, A_log, dt_bias)
+                    prepare_gates(walk, tiles, thread - 416, 1.0, g, A_log, dt_bias, item_at=band_item)
                 elif thread < 480:
-                    store_outputs(walk, tiles, states, v_new, listed)
+                    store_outputs(walk, tiles, states, v_new, listed, counts)
                 else:
-                    load_values(config, walk, tiles, v)
+                    load_values(config, walk, tiles, v, item_at=band_item)
             wait_if_early(early)
 
     return register_state_scan

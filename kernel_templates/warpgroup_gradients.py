@@ -9,9 +9,9 @@ As chunk_gradients, for K = V = 128 and chunks of 64, with S and dS' transposed 
     keys       dK_S = (gamma_L / gamma) o (V_new dS'^T)       dK_U = -gamma o (dW S^T)
                dK = dK_S + dK_U + dP^T Q + (dM + dM^T) K;     the rows of K o dK_S and K o dK_U
 
-The chunks are those of a list (macros/chunk_lists.py), the rows of what is known of them. Rows times key heads are the items.
+The chunks are those of a list (macros/chunk_lists.py), which also says in which row lies what is known of each.
 
-Blocks are persistent and walk over (row, key head); the value heads of a key head follow one another and add up in registers.
+Blocks are persistent and walk over (chunk, key head); the value heads of a key head follow one another and add up in registers.
 Three single warps load, one of them also the factors that g_sum gives; a fourth turns the sums into dg and dbeta. The
 warpgroups meet twice for a head: at dP and dM, and at the sums.
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .contract import Buffer, Rejection, Role, Template, knob
 from .language import T, macro
-from .macros.chunk_lists import COLUMNS, ROW, SLOT, START, VALID
+from .macros.chunk_lists import AT, COLUMNS, ROW, SLOT, START, VALID
 from .macros.gates import LOG2E, RESET
 from .macros.launches import let_the_next_kernel_come, wait_for_the_kernel_before
 from .macros.register_gates import load_column_factors, load_row_factors
@@ -66,8 +66,8 @@ class Config:
 def arguments(problem: Problem) -> tuple[str, ...]:
     return (
         "q", "k", "v_new", "dv", "do", "states", "state_gradients", "g_sum", "beta_chunks", "cu_seqlens",
-        "listed",
-        "dq", "dk", "dg", "dbeta", "scale", "blocks",
+        "listed", "counts",
+        "dq", "dk", "dg", "dbeta", "scale", "band", "blocks",
     )  # fmt: skip
 
 
@@ -159,39 +159,43 @@ class Walk:
 
     problem: object
     cu_seqlens: object
-    listed: object                       # slot, batch row, first token and tokens of the chunk of each row
+    listed: object
+    count: object                        # of the chunks in the list
     tokens: object
     N: object
-    rows: object
     block: object
     blocks: object
 
     @property
     def steps(self):
-        return T.ceildiv(self.rows * self.problem.H - self.block, self.blocks)
+        return T.ceildiv(self.count * self.problem.H - self.block, self.blocks)
 
-    def item(self, step):
-        """(row, key head)"""
-        item = self.block + step * self.blocks
-        return item // self.problem.H, item % self.problem.H
+    def number(self, step):
+        """Of the chunk in the list. Neighbours differ in the key head."""
+        return (self.block + step * self.blocks) // self.problem.H
+
+    def key_head(self, step):
+        return (self.block + step * self.blocks) % self.problem.H
 
 
 @macro
 def chunk_of(walk, step):
-    """(slot, batch row, first token, tokens) of an item, no tokens for a row without a chunk. For the warps that run ahead: a
-    search for the sequence took 4,000 of 20,000 cycles an item, and a list in memory 700."""
+    """(row, slot, batch row, first token, tokens) of an item. For the warps that run ahead: a search for the sequence took 4,000
+    of 20,000 cycles an item, and a list in memory 700."""
     listed = walk.listed
+    number = T.alloc_var("int32")
     at = T.alloc_var("int32")
     slot = T.alloc_var("int32")
     row = T.alloc_var("int32")
     start = T.alloc_var("int32")
     valid = T.alloc_var("int32")
-    at = walk.item(step)[0]
-    slot = listed[at, SLOT]
-    row = listed[at, ROW]
-    start = listed[at, START]
-    valid = listed[at, VALID]
-    return slot, row, start, valid
+    number = walk.number(step)
+    at = listed[number, AT]
+    slot = listed[number, SLOT]
+    row = listed[number, ROW]
+    start = listed[number, START]
+    valid = listed[number, VALID]
+    return at, slot, row, start, valid
 
 
 @macro
@@ -284,55 +288,54 @@ def score_gradients(config, walk, tiles, thread, scale):
     for step in T.serial(walk.steps):
         key_stage = step % config.key_stages
         _row, _start, valid = wait_keys(config, tiles, step)
-        if valid > 0:
-            for member in T.serial(problem.HV // problem.H):
-                stage = h % stages
-                gate_stage = h % GATE_STAGES
-                wait_full(barriers, "v_new", stages, h)
-                wait_full(barriers, "do", stages, h)
-                T.wgmma_gemm(tiles.do[stage, :, :], tiles.v_new[stage, :, :], dp, transpose_B=True, clear_accum=True)
-                wait_full(barriers, "dw", stages, h)
-                T.wgmma_gemm(tiles.dw[stage, :, :], tiles.v_new[stage, :, :], dm, transpose_B=True, clear_accum=True)
-                wait_full(barriers, "gates", GATE_STAGES, h)
-                load_row_factors(tiles.gates, gate_stage, LOG_GAMMA, row_of, row_factor, 0)
-                load_column_factors(tiles.gates, gate_stage, LOG_GAMMA, column, column_factor)
-                wait_free(barriers, "scores", 1, h)
-                T.wait_wgmma(1)
-                signal(barriers, "do_free", stages, h)
-                to_registers(C, C, dp, dp_registers)
-                store_scores(dp_registers, tiles.dp, lane_offset, row_factor, column_factor, scale, 0, valid)
-                T.wait_wgmma(0)
-                signal(barriers, "dw_free", stages, h)
-                signal(barriers, "v_new_free", stages, h)
-                to_registers(C, C, dm, dm_registers)
-                wait_free(barriers, "sums", SUM_STAGES, h)
-                T.call_extern(
-                    "handle", "qla_store_diagonal", T.address_of(dm_registers[0]),
-                    T.access_ptr(tiles.sums[h % SUM_STAGES, DIAGONAL, 0], "r", C),
-                )  # fmt: skip
-                store_scores(dm_registers, tiles.dm, lane_offset, row_factor, column_factor, -1.0, 1, valid)
-                signal(barriers, "gates_free", GATE_STAGES, h)
-                T.fence_proxy_async()
-                signal(barriers, "scores_full", 1, h)
-                for e in T.unroll(2):
-                    row_sums[e] = 0.0
-                for e in T.unroll(16):
-                    column_sums[e] = 0.0
-                T.wgmma_gemm(tiles.q[key_stage, :, :], tiles.k[key_stage, :, :], scores, transpose_B=True, clear_accum=True)
-                T.wait_wgmma(0)
-                to_registers(C, C, scores, score_registers)
-                add_products(dp_registers, score_registers, row_sums, column_sums)
-                T.wgmma_gemm(tiles.k[key_stage, :, :], tiles.k[key_stage, :, :], scores, transpose_B=True, clear_accum=True)
-                T.wait_wgmma(0)
-                to_registers(C, C, scores, score_registers)
-                add_products(dm_registers, score_registers, row_sums, column_sums)
-                store_row_sums(row_sums, tiles.sums, h % SUM_STAGES, BY_ROW)
-                T.call_extern(
-                    "handle", "qla_store_columns", T.address_of(column_sums[0]),
-                    T.access_ptr(tiles.sums[h % SUM_STAGES, BY_COLUMN, 0], "r", C),
-                )  # fmt: skip
-                signal(barriers, "sums_full", SUM_STAGES, h)
-                h = h + 1
+        for member in T.serial(problem.HV // problem.H):
+            stage = h % stages
+            gate_stage = h % GATE_STAGES
+            wait_full(barriers, "v_new", stages, h)
+            wait_full(barriers, "do", stages, h)
+            T.wgmma_gemm(tiles.do[stage, :, :], tiles.v_new[stage, :, :], dp, transpose_B=True, clear_accum=True)
+            wait_full(barriers, "dw", stages, h)
+            T.wgmma_gemm(tiles.dw[stage, :, :], tiles.v_new[stage, :, :], dm, transpose_B=True, clear_accum=True)
+            wait_full(barriers, "gates", GATE_STAGES, h)
+            load_row_factors(tiles.gates, gate_stage, LOG_GAMMA, row_of, row_factor, 0)
+            load_column_factors(tiles.gates, gate_stage, LOG_GAMMA, column, column_factor)
+            wait_free(barriers, "scores", 1, h)
+            T.wait_wgmma(1)
+            signal(barriers, "do_free", stages, h)
+            to_registers(C, C, dp, dp_registers)
+            store_scores(dp_registers, tiles.dp, lane_offset, row_factor, column_factor, scale, 0, valid)
+            T.wait_wgmma(0)
+            signal(barriers, "dw_free", stages, h)
+            signal(barriers, "v_new_free", stages, h)
+            to_registers(C, C, dm, dm_registers)
+            wait_free(barriers, "sums", SUM_STAGES, h)
+            T.call_extern(
+                "handle", "qla_store_diagonal", T.address_of(dm_registers[0]),
+                T.access_ptr(tiles.sums[h % SUM_STAGES, DIAGONAL, 0], "r", C),
+            )  # fmt: skip
+            store_scores(dm_registers, tiles.dm, lane_offset, row_factor, column_factor, -1.0, 1, valid)
+            signal(barriers, "gates_free", GATE_STAGES, h)
+            T.fence_proxy_async()
+            signal(barriers, "scores_full", 1, h)
+            for e in T.unroll(2):
+                row_sums[e] = 0.0
+            for e in T.unroll(16):
+                column_sums[e] = 0.0
+            T.wgmma_gemm(tiles.q[key_stage, :, :], tiles.k[key_stage, :, :], scores, transpose_B=True, clear_accum=True)
+            T.wait_wgmma(0)
+            to_registers(C, C, scores, score_registers)
+            add_products(dp_registers, score_registers, row_sums, column_sums)
+            T.wgmma_gemm(tiles.k[key_stage, :, :], tiles.k[key_stage, :, :], scores, transpose_B=True, clear_accum=True)
+            T.wait_wgmma(0)
+            to_registers(C, C, scores, score_registers)
+            add_products(dm_registers, score_registers, row_sums, column_sums)
+            store_row_sums(row_sums, tiles.sums, h % SUM_STAGES, BY_ROW)
+            T.call_extern(
+                "handle", "qla_store_columns", T.address_of(column_sums[0]),
+                T.access_ptr(tiles.sums[h % SUM_STAGES, BY_COLUMN, 0], "r", C),
+            )  # fmt: skip
+            signal(barriers, "sums_full", SUM_STAGES, h)
+            h = h + 1
         free_keys(config, tiles, step)
 
 
@@ -370,44 +373,42 @@ def query_gradients(config, walk, tiles, thread, dq):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        _at, key_head = walk.item(step)
+        key_head = walk.key_head(step)
         key_stage = step % config.key_stages
         row, start, valid = wait_keys(config, tiles, step)
-        if valid > 0:
-            T.clear(total)
-            for member in T.serial(problem.HV // problem.H):
-                stage = h % stages
-                wait_full(barriers, "do", stages, h)
-                wait_full(barriers, "s", 1, h)
-                T.wgmma_gemm(tiles.do[stage, :, :], tiles.s[0, :, :], own, clear_accum=True)
-                wait_full(barriers, "ds", 1, h)
-                wait_full(barriers, "gates", GATE_STAGES, h)
-                wait_free(barriers, "sums", SUM_STAGES, h)
-                T.call_extern(
-                    "handle", "qla_store_overlap", T.access_ptr(tiles.s[0, 0, 0], "r", DIM * DIM),
-                    T.access_ptr(tiles.ds[0, 0, 0], "r", DIM * DIM), T.access_ptr(tiles.sums[h % SUM_STAGES, OVERLAP, 0], "r", 4),
-                )  # fmt: skip
-                load_row_factors(tiles.gates, h % GATE_STAGES, READ, row_of, factor, 0)
-                for e in T.unroll(2):
-                    row_sums[e] = 0.0
-                T.wait_wgmma(0)
-                signal(barriers, "do_free", stages, h)
-                signal(barriers, "s_free", 1, h)
-                signal(barriers, "ds_free", 1, h)
-                add_scaled(
-                    own, total, registers, total_registers, tiles.q, key_stage, lane_offset, factor[0], factor[1], row_sums
-                )
-                signal(barriers, "gates_free", GATE_STAGES, h)       # not before the factors were used: docs/tilelang.md
-                store_row_sums(row_sums, tiles.sums, h % SUM_STAGES, QUERIES)
-                signal(barriers, "sums_full", SUM_STAGES, h)
-                wait_full(barriers, "scores", 1, h)
-                T.wgmma_gemm(tiles.dp[0, :, :], tiles.k[key_stage, :, :], total)
-                T.wait_wgmma(0)
-                signal(barriers, "scores_free", 1, h)
-                h = h + 1
+        T.clear(total)
+        for member in T.serial(problem.HV // problem.H):
+            stage = h % stages
+            wait_full(barriers, "do", stages, h)
+            wait_full(barriers, "s", 1, h)
+            T.wgmma_gemm(tiles.do[stage, :, :], tiles.s[0, :, :], own, clear_accum=True)
+            wait_full(barriers, "ds", 1, h)
+            wait_full(barriers, "gates", GATE_STAGES, h)
+            wait_free(barriers, "sums", SUM_STAGES, h)
+            T.call_extern(
+                "handle", "qla_store_overlap", T.access_ptr(tiles.s[0, 0, 0], "r", DIM * DIM),
+                T.access_ptr(tiles.ds[0, 0, 0], "r", DIM * DIM), T.access_ptr(tiles.sums[h % SUM_STAGES, OVERLAP, 0], "r", 4),
+            )  # fmt: skip
+            load_row_factors(tiles.gates, h % GATE_STAGES, READ, row_of, factor, 0)
+            for e in T.unroll(2):
+                row_sums[e] = 0.0
+            T.wait_wgmma(0)
+            signal(barriers, "do_free", stages, h)
+            signal(barriers, "s_free", 1, h)
+            signal(barriers, "ds_free", 1, h)
+            add_scaled(
+                own, total, registers, total_registers, tiles.q, key_stage, lane_offset, factor[0], factor[1], row_sums
+            )
+            signal(barriers, "gates_free", GATE_STAGES, h)       # not before the factors were used: docs/tilelang.md
+            store_row_sums(row_sums, tiles.sums, h % SUM_STAGES, QUERIES)
+            signal(barriers, "sums_full", SUM_STAGES, h)
+            wait_full(barriers, "scores", 1, h)
+            T.wgmma_gemm(tiles.dp[0, :, :], tiles.k[key_stage, :, :], total)
+            T.wait_wgmma(0)
+            signal(barriers, "scores_free", 1, h)
+            h = h + 1
         free_keys(config, tiles, step)
-        if valid > 0:
-            store_gradient(walk, row, start, valid, key_head, total, total_registers, dq)
+        store_gradient(walk, row, start, valid, key_head, total, total_registers, dq)
     zero_behind(walk, thread, dq)
 
 
@@ -426,53 +427,51 @@ def key_gradients(config, walk, tiles, thread, dk):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        _at, key_head = walk.item(step)
+        key_head = walk.key_head(step)
         key_stage = step % config.key_stages
         row, start, valid = wait_keys(config, tiles, step)
-        if valid > 0:
-            T.clear(total)
-            for member in T.serial(problem.HV // problem.H):
-                stage = h % stages
-                wait_full(barriers, "v_new", stages, h)
-                wait_full(barriers, "ds", 1, h)
-                T.wgmma_gemm(tiles.v_new[stage, :, :], tiles.ds[0, :, :], own, clear_accum=True)
-                wait_full(barriers, "gates", GATE_STAGES, h)
-                load_row_factors(tiles.gates, h % GATE_STAGES, TO_END, row_of, factor, (ERASE - TO_END) * C)
-                for e in T.unroll(2):
-                    state_sums[e] = 0.0
-                    erase_sums[e] = 0.0
-                T.wait_wgmma(0)
-                signal(barriers, "v_new_free", stages, h)
-                signal(barriers, "ds_free", 1, h)
-                add_scaled(
-                    own, total, registers, total_registers, tiles.k, key_stage, lane_offset, factor[0], factor[1], state_sums
-                )
-                wait_full(barriers, "dw", stages, h)
-                wait_full(barriers, "s", 1, h)
-                T.wgmma_gemm(tiles.dw[stage, :, :], tiles.s[0, :, :], own, clear_accum=True)
-                T.wait_wgmma(0)
-                signal(barriers, "dw_free", stages, h)
-                signal(barriers, "s_free", 1, h)
-                add_scaled(
-                    own, total, registers, total_registers, tiles.k, key_stage, lane_offset, factor[2], factor[3], erase_sums
-                )
-                signal(barriers, "gates_free", GATE_STAGES, h)       # not before the factors were used
-                for e in T.unroll(2):
-                    erase_sums[e] = erase_sums[e] - state_sums[e]
-                wait_free(barriers, "sums", SUM_STAGES, h)
-                store_row_sums(erase_sums, tiles.sums, h % SUM_STAGES, KEYS)
-                store_row_sums(state_sums, tiles.sums, h % SUM_STAGES, KEYS_STATE)
-                signal(barriers, "sums_full", SUM_STAGES, h)
-                wait_full(barriers, "scores", 1, h)
-                T.wgmma_gemm(tiles.dp[0, :, :], tiles.q[key_stage, :, :], total, transpose_A=True)
-                T.wgmma_gemm(tiles.dm[0, :, :], tiles.k[key_stage, :, :], total)
-                T.wgmma_gemm(tiles.dm[0, :, :], tiles.k[key_stage, :, :], total, transpose_A=True)
-                T.wait_wgmma(0)
-                signal(barriers, "scores_free", 1, h)
-                h = h + 1
+        T.clear(total)
+        for member in T.serial(problem.HV // problem.H):
+            stage = h % stages
+            wait_full(barriers, "v_new", stages, h)
+            wait_full(barriers, "ds", 1, h)
+            T.wgmma_gemm(tiles.v_new[stage, :, :], tiles.ds[0, :, :], own, clear_accum=True)
+            wait_full(barriers, "gates", GATE_STAGES, h)
+            load_row_factors(tiles.gates, h % GATE_STAGES, TO_END, row_of, factor, (ERASE - TO_END) * C)
+            for e in T.unroll(2):
+                state_sums[e] = 0.0
+                erase_sums[e] = 0.0
+            T.wait_wgmma(0)
+            signal(barriers, "v_new_free", stages, h)
+            signal(barriers, "ds_free", 1, h)
+            add_scaled(
+                own, total, registers, total_registers, tiles.k, key_stage, lane_offset, factor[0], factor[1], state_sums
+            )
+            wait_full(barriers, "dw", stages, h)
+            wait_full(barriers, "s", 1, h)
+            T.wgmma_gemm(tiles.dw[stage, :, :], tiles.s[0, :, :], own, clear_accum=True)
+            T.wait_wgmma(0)
+            signal(barriers, "dw_free", stages, h)
+            signal(barriers, "s_free", 1, h)
+            add_scaled(
+                own, total, registers, total_registers, tiles.k, key_stage, lane_offset, factor[2], factor[3], erase_sums
+            )
+            signal(barriers, "gates_free", GATE_STAGES, h)       # not before the factors were used
+            for e in T.unroll(2):
+                erase_sums[e] = erase_sums[e] - state_sums[e]
+            wait_free(barriers, "sums", SUM_STAGES, h)
+            store_row_sums(erase_sums, tiles.sums, h % SUM_STAGES, KEYS)
+            store_row_sums(state_sums, tiles.sums, h % SUM_STAGES, KEYS_STATE)
+            signal(barriers, "sums_full", SUM_STAGES, h)
+            wait_full(barriers, "scores", 1, h)
+            T.wgmma_gemm(tiles.dp[0, :, :], tiles.q[key_stage, :, :], total, transpose_A=True)
+            T.wgmma_gemm(tiles.dm[0, :, :], tiles.k[key_stage, :, :], total)
+            T.wgmma_gemm(tiles.dm[0, :, :], tiles.k[key_stage, :, :], total, transpose_A=True)
+            T.wait_wgmma(0)
+            signal(barriers, "scores_free", 1, h)
+            h = h + 1
         free_keys(config, tiles, step)
-        if valid > 0:
-            store_gradient(walk, row, start, valid, key_head, total, total_registers, dk)
+        store_gradient(walk, row, start, valid, key_head, total, total_registers, dk)
     zero_behind(walk, thread, dk)
 
 
@@ -484,28 +483,25 @@ def load_keys(config, walk, tiles, q, k, do):
     h = 0
     tails = 0
     for step in T.serial(walk.steps):
-        _at, key_head = walk.item(step)
-        _slot, row, start, valid = chunk_of(walk, step)
+        key_head = walk.key_head(step)
+        _at, _slot, row, start, valid = chunk_of(walk, step)
         key_stage = step % config.key_stages
         wait_free(tiles.barriers, "k", config.key_stages, step)
         tiles.place[key_stage, ROW] = row
         tiles.place[key_stage, START] = start
         tiles.place[key_stage, VALID] = valid
-        if valid > 0:
-            load_rows(tiles, "k", key_stage, k[row, start : start + C, key_head, 0:DIM], valid, 0, tails)
+        load_rows(tiles, "k", key_stage, k[row, start : start + C, key_head, 0:DIM], valid, 0, tails)
         signal(tiles.barriers, "k_full", config.key_stages, step)
         wait_free(tiles.barriers, "q", config.key_stages, step)
-        if valid > 0:
-            load_rows(tiles, "q", key_stage, q[row, start : start + C, key_head, 0:DIM], valid, 1, tails)
+        load_rows(tiles, "q", key_stage, q[row, start : start + C, key_head, 0:DIM], valid, 1, tails)
         signal(tiles.barriers, "q_full", config.key_stages, step)
-        if valid > 0:
-            if valid < C:
-                tails = tails + 1
-            for member in T.serial(problem.HV // problem.H):
-                head = key_head * (problem.HV // problem.H) + member
-                stage = h % config.value_stages
-                load(tiles, "do", config.value_stages, h, do[row, start : start + C, head, 0:DIM], stage)
-                h = h + 1
+        if valid < C:
+            tails = tails + 1
+        for member in T.serial(problem.HV // problem.H):
+            head = key_head * (problem.HV // problem.H) + member
+            stage = h % config.value_stages
+            load(tiles, "do", config.value_stages, h, do[row, start : start + C, head, 0:DIM], stage)
+            h = h + 1
 
 
 @macro
@@ -517,25 +513,24 @@ def load_values_and_factors(config, walk, tiles, lane, v_new, dv, g_sum, scale):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        at, key_head = walk.item(step)
-        slot, row, start, valid = chunk_of(walk, step)
-        if valid > 0:
-            for member in T.serial(problem.HV // problem.H):
-                head = key_head * (problem.HV // problem.H) + member
-                stage = h % config.value_stages
-                load(tiles, "v_new", config.value_stages, h, v_new[at, head, 0:C, 0:DIM], stage)
-                load(tiles, "dw", config.value_stages, h, dv[row, start : start + C, head, 0:DIM], stage)
-                for e in T.unroll(2):
-                    sums[e] = g_sum[slot, head, lane + 32 * e] * LOG2E
-                last = g_sum[slot, head, C - 1] * LOG2E
-                wait_free(barriers, "gates", GATE_STAGES, h)
-                for e in T.unroll(2):
-                    tiles.gates[h % GATE_STAGES, READ, lane + 32 * e] = T.exp2(sums[e]) * scale
-                    tiles.gates[h % GATE_STAGES, TO_END, lane + 32 * e] = T.exp2(last - sums[e])
-                    tiles.gates[h % GATE_STAGES, ERASE, lane + 32 * e] = -T.exp2(sums[e])
-                    tiles.gates[h % GATE_STAGES, LOG_GAMMA, lane + 32 * e] = sums[e]
-                signal(barriers, "gates_full", GATE_STAGES, h)
-                h = h + 1
+        key_head = walk.key_head(step)
+        at, slot, row, start, _valid = chunk_of(walk, step)
+        for member in T.serial(problem.HV // problem.H):
+            head = key_head * (problem.HV // problem.H) + member
+            stage = h % config.value_stages
+            load(tiles, "v_new", config.value_stages, h, v_new[at, head, 0:C, 0:DIM], stage)
+            load(tiles, "dw", config.value_stages, h, dv[row, start : start + C, head, 0:DIM], stage)
+            for e in T.unroll(2):
+                sums[e] = g_sum[slot, head, lane + 32 * e] * LOG2E
+            last = g_sum[slot, head, C - 1] * LOG2E
+            wait_free(barriers, "gates", GATE_STAGES, h)
+            for e in T.unroll(2):
+                tiles.gates[h % GATE_STAGES, READ, lane + 32 * e] = T.exp2(sums[e]) * scale
+                tiles.gates[h % GATE_STAGES, TO_END, lane + 32 * e] = T.exp2(last - sums[e])
+                tiles.gates[h % GATE_STAGES, ERASE, lane + 32 * e] = -T.exp2(sums[e])
+                tiles.gates[h % GATE_STAGES, LOG_GAMMA, lane + 32 * e] = sums[e]
+            signal(barriers, "gates_full", GATE_STAGES, h)
+            h = h + 1
 
 
 @macro
@@ -544,14 +539,13 @@ def load_states(walk, tiles, states, state_gradients):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        at, key_head = walk.item(step)
-        _slot, _row, _start, valid = chunk_of(walk, step)
-        if valid > 0:
-            for member in T.serial(problem.HV // problem.H):
-                head = key_head * (problem.HV // problem.H) + member
-                load(tiles, "ds", 1, h, state_gradients[at, head, 0:DIM, 0:DIM])
-                load(tiles, "s", 1, h, states[at, head, 0:DIM, 0:DIM])
-                h = h + 1
+        key_head = walk.key_head(step)
+        at, _slot, _row, _start, _valid = chunk_of(walk, step)
+        for member in T.serial(problem.HV // problem.H):
+            head = key_head * (problem.HV // problem.H) + member
+            load(tiles, "ds", 1, h, state_gradients[at, head, 0:DIM, 0:DIM])
+            load(tiles, "s", 1, h, states[at, head, 0:DIM, 0:DIM])
+            h = h + 1
 
 
 @macro
@@ -566,32 +560,31 @@ def finish_heads(walk, tiles, lane, g_sum, beta_chunks, dg, dbeta):
     h = T.alloc_var("int32")
     h = 0
     for step in T.serial(walk.steps):
-        _at, key_head = walk.item(step)
-        slot, row, start, valid = chunk_of(walk, step)
-        if valid > 0:
-            for member in T.serial(group):
-                head = key_head * group + member
-                stage = h % SUM_STAGES
-                for e in T.unroll(2):
-                    sums[e] = g_sum[slot, head, lane + 32 * e] * LOG2E
-                    square[e] = T.cast(T.cast(beta_chunks[slot, head, lane + 32 * e], problem.dtype), "float32")
-                last_gamma = T.exp2(g_sum[slot, head, C - 1] * LOG2E)
-                for e in T.unroll(2):
-                    square[e] = square[e] * square[e]
-                T.call_extern("handle", "qla_mark_resets", T.address_of(sums[0]), T.address_of(square[0]), RESETS_BELOW)
-                wait_full(barriers, "sums", SUM_STAGES, h)
-                T.call_extern(
-                    "handle", "qla_gate_gradient", T.address_of(gradient[0]), T.access_ptr(tiles.sums[stage, 0, 0], "r", 1),
-                    last_gamma, valid,
-                )  # fmt: skip
-                for e in T.unroll(2):
-                    if lane + 32 * e < valid:
-                        dg[row, start + lane + 32 * e, head] = T.if_then_else(square[e] < 0.0, 0.0, gradient[e])
-                        dbeta[row, start + lane + 32 * e, head] = (
-                            tiles.sums[stage, DIAGONAL, lane + 32 * e] / T.max(square[e], -square[e])
-                        )
-                signal(barriers, "sums_free", SUM_STAGES, h)
-                h = h + 1
+        key_head = walk.key_head(step)
+        _at, slot, row, start, valid = chunk_of(walk, step)
+        for member in T.serial(group):
+            head = key_head * group + member
+            stage = h % SUM_STAGES
+            for e in T.unroll(2):
+                sums[e] = g_sum[slot, head, lane + 32 * e] * LOG2E
+                square[e] = T.cast(T.cast(beta_chunks[slot, head, lane + 32 * e], problem.dtype), "float32")
+            last_gamma = T.exp2(g_sum[slot, head, C - 1] * LOG2E)
+            for e in T.unroll(2):
+                square[e] = square[e] * square[e]
+            T.call_extern("handle", "qla_mark_resets", T.address_of(sums[0]), T.address_of(square[0]), RESETS_BELOW)
+            wait_full(barriers, "sums", SUM_STAGES, h)
+            T.call_extern(
+                "handle", "qla_gate_gradient", T.address_of(gradient[0]), T.access_ptr(tiles.sums[stage, 0, 0], "r", 1),
+                last_gamma, valid,
+            )  # fmt: skip
+            for e in T.unroll(2):
+                if lane + 32 * e < valid:
+                    dg[row, start + lane + 32 * e, head] = T.if_then_else(square[e] < 0.0, 0.0, gradient[e])
+                    dbeta[row, start + lane + 32 * e, head] = (
+                        tiles.sums[stage, DIAGONAL, lane + 32 * e] / T.max(square[e], -square[e])
+                    )
+            signal(barriers, "sums_free", SUM_STAGES, h)
+            h = h + 1
     if problem.packed:
         first = T.alloc_var("int32")
         first = T.cast(walk.cu_seqlens[walk.N], "int32") + walk.block
@@ -605,7 +598,7 @@ def build(problem: Problem, config: Config):
     allow_register_indices()
     H, HV, K, V, C, dtype = problem.H, problem.HV, problem.K, problem.V, problem.C, problem.dtype
     B, tokens, slots, bounds = (T.dynamic(name) for name in ("B", "tokens", "slots", "bounds"))
-    rows = T.dynamic("rows")
+    rows, bands = T.dynamic("rows"), T.dynamic("bands")
     N = bounds - 1 if problem.packed else B
 
     @T.prim_func
@@ -620,12 +613,14 @@ def build(problem: Problem, config: Config):
         g_sum: T.Tensor((slots, HV, C), "float32"),
         beta_chunks: T.Tensor((slots, HV, C), "float32"),
         cu_seqlens: T.Tensor((bounds,), problem.index_dtype),
-        listed: T.Tensor((rows, COLUMNS), "int32"),      # of register_state_scan
+        listed: T.Tensor((rows, COLUMNS), "int32"),      # of register_state_scan, as far as the band is counted
+        counts: T.Tensor((bands,), "int32"),
         dq: T.Tensor((B, tokens, H, K), dtype),
         dk: T.Tensor((B, tokens, H, K), dtype),
         dg: T.Tensor((B, tokens, HV), "float32"),
         dbeta: T.Tensor((B, tokens, HV), "float32"),
         scale: T.float32,
+        band: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=PRELUDE) as block:
@@ -633,7 +628,9 @@ def build(problem: Problem, config: Config):
             tiles = Tiles(**shared, barriers=barriers)
             wait_for_the_kernel_before()
             let_the_next_kernel_come()
-            walk = Walk(problem, cu_seqlens, listed, tokens, N, rows, block, blocks)
+            count = T.alloc_var("int32")
+            count = counts[band]
+            walk = Walk(problem, cu_seqlens, listed, count, tokens, N, block, blocks)
             thread = T.get_thread_binding()
             if thread < 128:
                 T.set_max_nreg(SCORES.registers, 1)

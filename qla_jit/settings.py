@@ -162,7 +162,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "QLA_JIT_BACKWARD_BANDS", "backward_bands",
         "In how many parts, one after the other, a backward goes through the chunks of each sequence: 2 lower the peak of a step "
-        "by a fifth for an eighth more time. Read when calls of a size are first seen; for K = V = 128.",
-        "1; 2 where the states and values of all chunks take 4 GiB", _positive, lambda: None,
+        "by a fifth, for 3 % more time of a long one and up to a sixth of a short one. Read when calls of a size are first seen; "
+        "for K = V = 128.",
+        "2 where that takes a quarter off 64 MiB or more of states and values of chunks; else 1", _positive, lambda: None,
     ),
 )

@@ -9,6 +9,9 @@ of `bands` has those from
 and chunk j has the row slot // bands + place + j - low in the workspaces, where slot is that of the item's first chunk: as with
 slots and places (sequences.py, segments.py), two items never share a row and slots // bands + places + 1 rows are enough for
 any lengths. A single band has slots as its rows.
+
+Gradients come to a band from the one before. States have to go through all chunks in front of a band once more, unless the state
+there is known: of two bands the first begins `midway`, in front of chunk n // 2 of each item, where a forward may have kept it.
 """
 
 from dataclasses import dataclass
@@ -39,12 +42,18 @@ class BandWalk(Walk):
         """Of chunk low(item)."""
         return T.if_then_else(self.bands == 1, item.slot, item.slot // self.bands + item.place)
 
+    def begin(self, item):
+        """The first chunk that is gone through for those of the band."""
+        return self.low(item)
+
 
 @dataclass(frozen=True)
 class BandItem(Item):
-    """An item as if it had no chunks but those of the band."""
+    """An item as if it had no chunks but those of the band, and those in front of them that are gone through first."""
 
-    kept_at: object                      # row of the first of them
+    begin: object                        # the first of these in the whole item
+    kept_from: object                    # the first of the band, counted from there
+    kept_at: object                      # row of chunk `begin`, if it is of the band: the others follow
 
 
 def without_others(item, **changed):
@@ -55,10 +64,15 @@ def without_others(item, **changed):
 def band_item(walk, step):
     C = walk.problem.C
     item = item_of(walk, step)
-    low = T.alloc_var("int32")
+    begin = T.alloc_var("int32")
     length = T.alloc_var("int32")
-    row = T.alloc_var("int32")
-    low = walk.low(item)
-    length = T.min(item.length, walk.high(item) * C) - low * C
-    row = walk.row(item)
-    return without_others(item, first=item.first + low * C, length=length, slot=item.slot + low, kept_at=row)
+    kept_from = T.alloc_var("int32")
+    kept_at = T.alloc_var("int32")
+    begin = walk.begin(item)
+    length = T.min(item.length, walk.high(item) * C) - begin * C
+    kept_from = walk.low(item) - begin
+    kept_at = walk.row(item) - kept_from
+    return without_others(
+        item, first=item.first + begin * C, length=length, slot=item.slot + begin, begin=begin, kept_from=kept_from,
+        kept_at=kept_at,
+    )

@@ -182,7 +182,7 @@ def load_rows(tiles, name, stage, source, count, landed, tails):
 
 
 @macro
-def load_keys(config, walk, tiles, k, Ab, inverses_come_late=False):
+def load_keys(config, walk, tiles, k, Ab, inverses_come_late=False, item_at=item_of):
     # K and Ab of every chunk. Where the kernel before makes the inverses, it is waited for in front of the first of them.
     problem, C = walk.problem, walk.problem.C
     i = T.alloc_var("int32")
@@ -190,7 +190,7 @@ def load_keys(config, walk, tiles, k, Ab, inverses_come_late=False):
     i = 0
     tails = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item = item_at(walk, step)
         key_head = item.head // (problem.HV // problem.H)
         for j in T.serial(walk.chunks(item)):
             start = item.first + j * C
@@ -212,7 +212,7 @@ def load_keys(config, walk, tiles, k, Ab, inverses_come_late=False):
 
 
 @macro
-def load_values(config, walk, tiles, v, q=None):
+def load_values(config, walk, tiles, v, q=None, item_at=item_of):
     # V of every chunk, and Q if it is wanted. Foreign rows of Q only reach rows of O that are not stored, so they may stay.
     problem, C = walk.problem, walk.problem.C
     i = T.alloc_var("int32")
@@ -220,7 +220,7 @@ def load_values(config, walk, tiles, v, q=None):
     i = 0
     tails = 0
     for step in T.serial(walk.steps):
-        item = item_of(walk, step)
+        item = item_at(walk, step)
         key_head = item.head // (problem.HV // problem.H)
         for j in T.serial(walk.chunks(item)):
             start = item.first + j * C

@@ -25,7 +25,7 @@ def covers(inputs: CallInputs) -> bool:
         return True
 
     def those_of_the_forward() -> list[CompileRequest]:
-        return pipeline.choice_for(inputs, to_split=backward.split_to_share(inputs) is not None)[1]
+        return pipeline.choice_for(inputs, to_split=backward.wanted_of_forward(inputs).split is not None)[1]
 
     return backward.kernels_for(inputs, together_with=those_of_the_forward) is not None
 
@@ -40,8 +40,10 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     """Keeps the inputs, and what the backward takes of the forward: the inverses of the chunks, 2 C bytes a token and value head,
     half of v's at V = 128, which save it chunk_inverse, 4 % of a dense one and more of a short one. Where both directions split
     sequences, the forward takes the segments of the backward and keeps what it finds out about them, which saves the backward
-    three kernels: 12 to 20 % of one, for 3 * 64 KiB a segment and value head, 6 KiB a chunk in segments of 32. The states of
-    chunks are computed again: kept, they would be those of every layer at once, and twice v's bytes.
+    three kernels: 12 to 20 % of one, for 3 * 64 KiB a segment and value head, 6 KiB a chunk in segments of 32. Where the backward
+    goes through chunks in two bands, the state midway is kept too, 64 KiB a segment or sequence and value head, with which it
+    needs not compute half of the states twice. The states of chunks are computed again: kept, they would be those of every layer
+    at once, and twice v's bytes.
 
     What is kept beside the inputs is not among the saved tensors, which live until the backward returns: it is gone before its
     memory is at its highest. A second backward through the same graph computes it anew. Nobody else has it, so nobody changes it.
@@ -54,7 +56,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors)
         inputs = dataclasses.replace(call, **dict(zip(_TENSORS, tensors, strict=True)))
-        result = pipeline.forward(inputs, split=backward.split_to_share(inputs))
+        result = pipeline.forward(inputs, backward.wanted_of_forward(inputs))
         ctx.kept = FromForward() if _others_keep_what_is_saved() else backward.of_use(inputs, result)
         return result.o, result.final_state
 

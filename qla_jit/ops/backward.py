@@ -25,10 +25,11 @@ from ..tuning_records import Hardware
 from . import plan
 from .gate_gradients import beta_gradient, gate_gradients
 from .inputs import CallFacts, CallInputs
-from .kept import FromForward
+from .kept import FromForward, Wanted
 from .operands import (
     aligned,
     chunk_inverses,
+    no_states,
     planned_segments,
     prepared_keys,
     scanned_chunks,
@@ -41,13 +42,14 @@ from .operands import (
     with_float_parameters,
 )
 from .plan import Extents
-from .results import ForwardResult, Gradients, SegmentStates
+from .results import WHOLE_SEQUENCES, ForwardResult, Gradients, SegmentStates
 
-# Of states, their gradients and V_new of all chunks, from which on they are kept of half of the chunks at a time. The states of
-# the first half are then computed twice: a step's peak is 23 % lower, its backward 12 % slower (16,32:4096x8).
-BANDED_BYTES = 4 * 2**30
-
-WHOLE_SEQUENCES = 0                      # chunks per segment, to kernels that are built without segments
+# Of states, their gradients and V_new of all chunks, from which on they are in memory for half of the chunks at a time, if that
+# takes so much of them less. Where the forward kept the states midway it costs three launches; else the states of the first half
+# are computed twice, and a long backward is 12 % slower.
+BANDED_BYTES = 64 * 2**20
+BANDED_BYTES_WITHOUT_MIDWAY = 4 * 2**30
+SAVED_BY_BANDS = 0.25
 
 Launch = dict[str, Callable[..., None]]  # the entry points of the kernels by step
 
@@ -88,13 +90,18 @@ def kernels_for(inputs: CallInputs, together_with: Callable[[], Sequence[Compile
     return _ready[key]
 
 
-def split_to_share(inputs: CallInputs) -> int | None:
-    """Chunks per segment with which a forward finds out about segments what the gradients of the call need to know too; None:
-    nothing to share, or it costs more, or an override has said how the forward splits. Compiles nothing."""
-    if inputs.B * inputs.T == 0 or select.override_in_force().split is not ...:
-        return None
-    _, chosen = _choice_for(inputs)
-    return None if chosen is None else chosen.shared_split
+def wanted_of_forward(inputs: CallInputs) -> Wanted:
+    """What a forward should find out that the gradients of the call need to know too: about segments, unless that costs more or
+    an override has said how the forward splits; and the states midway, where chunks go in two bands. Compiles nothing."""
+    chosen = _choice_for(inputs)[1] if inputs.B * inputs.T else None
+    if chosen is None:
+        return Wanted()
+    split = chosen.shared_split if select.override_in_force().split is ... else None
+    if inputs.facts.chunk_size != chosen.dispatch.facts.chunk_size:
+        return Wanted(split)             # chunks have other states
+    slots = slots_of(inputs)
+    L, places = _segments_of(chosen, slots, inputs.N)
+    return Wanted(split, L if bands_of(chosen, slots, places, from_midway=True) == 2 else None)
 
 
 def of_use(inputs: CallInputs, result: ForwardResult) -> FromForward:
@@ -105,7 +112,9 @@ def of_use(inputs: CallInputs, result: ForwardResult) -> FromForward:
     _, chosen = _choice_for(inputs)
     steps = () if chosen is None else chosen.dispatch.requests
     return FromForward(
-        result.Ab if "chunk_inverse" in steps else None, result.segments if "segment_plan" in steps else None
+        result.Ab if "chunk_inverse" in steps else None,
+        result.segments if "segment_plan" in steps else None,
+        result.midway,                   # made where it was asked for
     )
 
 
@@ -189,9 +198,8 @@ def _of_what_kernels_see(
     launch, facts = kernels.launch, inputs.facts
     q, k = prepared_keys(launch, inputs)
     found: tuple[torch.Tensor, ...] = ()
-    for chunks in SCANS[kernels.dispatch.strategy](
-        kernels, with_float_parameters(inputs), q, k, aligned(inputs.v), do, dht, kept
-    ):
+    bands = SCANS[kernels.dispatch.strategy](kernels, with_float_parameters(inputs), q, k, aligned(inputs.v), do, dht, kept)
+    for band, chunks in enumerate(bands):
         if not found:
             dg, dbeta = torch.empty(2, *inputs.g.shape, dtype=torch.float32, device=facts.device).unbind()
             found = (torch.empty_like(q), torch.empty_like(k), dg, dbeta)
@@ -201,7 +209,7 @@ def _of_what_kernels_see(
         )  # fmt: skip
         if "warpgroup_gradients" in launch:
             blocks = min(len(chunks.states) * facts.H, gpu_info(facts.device).sm_count)
-            launch["warpgroup_gradients"](*sources, chunks.listed, *found, inputs.scale, blocks)
+            launch["warpgroup_gradients"](*sources, chunks.listed, chunks.counts, *found, inputs.scale, band, blocks)
         else:
             launch["chunk_gradients"](*sources, *found, inputs.scale)
     dq, dk, dg, dbeta = found
@@ -222,7 +230,8 @@ class ScannedGradients(NamedTuple):
     state_gradients: torch.Tensor                # as states
     dv: torch.Tensor                             # [B, T, HV, V]
     dh0: torch.Tensor | None                     # as the initial state, fp32
-    listed: torch.Tensor | None = None           # [rows, 4], int32: where the chunks lie
+    listed: torch.Tensor | None = None           # [rows, 5], int32: where the chunks lie
+    counts: torch.Tensor | None = None           # [bands], int32: how many there are
 
 
 def _chunked(
@@ -237,6 +246,7 @@ def _chunked(
 ) -> Iterator[ScannedGradients]:
     kept.Ab.take()                       # inverses without gates: of no use here
     kept.segments.take()
+    kept.midway.take()
     initial_state, dh0 = _initial_state(inputs)
     launch = kernels.launch
     g_sum, beta, A, states, v_new = scanned_chunks(launch, inputs, k, v, initial_state, None)
@@ -257,22 +267,24 @@ def _registers(
     kept: FromForward,
 ) -> Iterator[ScannedGradients]:
     launch, slots = kernels.launch, slots_of(inputs)
-    bands = bands_of(kernels, slots)
+    L, places = _segments_of(kernels, slots, inputs.N)
+    is_split = L != WHOLE_SEQUENCES
+    known = _kept_midway(kept, L)
+    bands = bands_of(kernels, slots, places, from_midway=known is not None)
     initial_state, dh0 = _initial_state(inputs)
-    is_split = "segment_plan" in launch
-    L = segment_length(kernels.dispatch.split, slots) if is_split else WHOLE_SEQUENCES
-    places = place_count(slots, inputs.N, L) if is_split else inputs.N
-    listed = torch.empty(
-        bands, row_count(slots, places, bands), COLUMNS, dtype=torch.int32, device=inputs.facts.device
-    )
-    g_sum, beta = summed_gates(launch, inputs, slots, listed.view(-1, COLUMNS))
+    rows = row_count(slots, places, bands)
+    listed = torch.empty(rows, COLUMNS, dtype=torch.int32, device=inputs.facts.device)
+    counts = torch.empty(bands, dtype=torch.int32, device=inputs.facts.device)
+    g_sum, beta = summed_gates(launch, inputs, slots, counts)
     Ab, found = _inverses_and_segments(kernels, inputs, k, v, initial_state, kept, L)
     segments = None if found is None else found.segments
     scans = RegisterScans(
         launch, inputs, q, k, v, do, Ab, None if segments is None else segments.segments_before, places=places, L=L
     )
     del Ab
-    states, v_new = scans.room(listed.shape[1])
+    states, v_new = scans.room(rows)
+    midway = known if known is not None and bands == 2 else scans.no_states
+    del known
     if found is None:
         entering, behind = initial_state, dht
     else:                                # what each adds to the gradient in front of it, and beside that the states of chunks
@@ -280,7 +292,7 @@ def _registers(
         own = states_of_segments(inputs, segments)
         warm_chunks = warm_chunks_of(launch["segment_plan_backwards"], inputs, None, places=places, L=L)
         scans.own_gradients(dht, warm_chunks, own)
-        scans.states(entering, states, v_new, listed[0], bands, 0, early=True)
+        scans.states(entering, midway, states, v_new, listed, counts, bands, 0, early=True)
         launch["segment_state_gradients"](
             found.transfers, segments.warm_chunks, inputs.cu_seqlens, dht, own, behind, L, inputs.T, inputs.N
         )
@@ -291,11 +303,12 @@ def _registers(
     for band in range(bands):
         follows_states = band > 0 or not is_split
         if follows_states:
-            scans.states(entering, states, v_new, listed[band], bands, band, early=False)
+            scans.states(entering, midway, states, v_new, listed, counts, bands, band, early=False)
         scans.gradients(behind, state_gradients, dv, dh0, carried, bands, band, early=follows_states)
+        midway = scans.no_states
         if band == bands - 1:
             del scans, entering, behind, carried     # memory is at its highest behind this
-        yield ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0, listed[band])
+        yield ScannedGradients(g_sum, beta, v_new, states, state_gradients, dv, dh0, listed, counts)
 
 
 def _inverses_and_segments(
@@ -327,19 +340,40 @@ def _kept_segments(kernels: Kernels, inputs: CallInputs, kept: FromForward) -> S
     return found if segment_length(kernels.dispatch.split, slots_of(inputs)) == found.segments.L else None
 
 
+def _kept_midway(kept: FromForward, L: int) -> torch.Tensor | None:
+    """The states midway, if the forward kept those of segments of this length."""
+    found = kept.midway.take()
+    return None if found is None or found.L != L else found.states
+
+
+def _segments_of(kernels: Kernels, slots: int, sequences: int) -> tuple[int, int]:
+    """Chunks per segment and places of them; those of sequences where they are whole."""
+    if "segment_plan" not in kernels.dispatch.requests:
+        return WHOLE_SEQUENCES, sequences
+    L = segment_length(kernels.dispatch.split, slots)
+    return L, place_count(slots, sequences, L)
+
+
 def _kept_inverses(inputs: CallInputs, kept: FromForward) -> torch.Tensor | None:
     """Those of the forward, if it had the chunks of the backward."""
     Ab = kept.Ab.take()
     return None if Ab is None or Ab.shape[-1] != inputs.facts.chunk_size else aligned(Ab.contiguous())
 
 
-def bands_of(kernels: Kernels, slots: int) -> int:
-    """In how many bands of chunks the scans and what is behind them go, one after the other."""
+def bands_of(kernels: Kernels, slots: int, places: int, *, from_midway: bool) -> int:
+    """In how many bands of chunks the scans and what is behind them go, one after the other.
+
+    from_midway: of two bands the first can begin with the states that the forward kept there."""
     facts = kernels.dispatch.facts
-    if "warpgroup_gradients" not in kernels.launch:
+    if "warpgroup_gradients" not in kernels.dispatch.requests:
         return 1
-    kept = slots * facts.HV * facts.V * (2 * facts.K + facts.chunk_size) * facts.dtype.itemsize
-    return kernels.bands or (2 if kept >= BANDED_BYTES else 1)
+    if kernels.bands is not None:
+        return kernels.bands
+    row = facts.HV * facts.V * (2 * facts.K + facts.chunk_size) * facts.dtype.itemsize
+    between = 2 * places * facts.HV * facts.V * facts.K * 4          # states midway, and their gradients
+    saved = (slots - row_count(slots, places, 2)) * row - between
+    enough = BANDED_BYTES if from_midway else BANDED_BYTES_WITHOUT_MIDWAY
+    return 2 if slots * row >= enough and saved >= SAVED_BY_BANDS * slots * row else 1
 
 
 SCANS = {"chunked": _chunked, "registers": _registers, "registers_split": _registers}
@@ -371,24 +405,32 @@ class RegisterScans:
     def room_between_bands(self, bands: int) -> torch.Tensor:
         """For the gradient of the state that goes from one band to the next, [places, HV, V, K]; no places without a next."""
         facts = self.inputs.facts
-        places = self.places if bands > 1 else 0
-        return torch.empty(places, facts.HV, facts.V, facts.K, dtype=torch.float32, device=facts.device)
+        if bands == 1:
+            return self.no_states
+        return torch.empty(self.places, facts.HV, facts.V, facts.K, dtype=torch.float32, device=facts.device)
+
+    @property
+    def no_states(self) -> torch.Tensor:
+        facts = self.inputs.facts
+        return no_states(facts.device, facts.HV, facts.V, facts.K)
 
     def states(
         self,
         entering: torch.Tensor | None,
+        midway: torch.Tensor,
         states: torch.Tensor,
         v_new: torch.Tensor,
         listed: torch.Tensor,
+        counts: torch.Tensor,
         bands: int,
         band: int,
         *,
         early: bool,
     ) -> None:
-        """What room() is for, from the state that enters each place. early: beside own_gradients()."""
+        """What room() is for, from the state that enters each place, or that midway. early: beside own_gradients()."""
         self.launch["register_state_scan"](
-            self.k, self.v, self.Ab, *self._gates, self.inputs.cu_seqlens, self.segments_before, entering, states, v_new,
-            listed, self.L, bands, band, int(early), self._blocks,
+            self.k, self.v, self.Ab, *self._gates, self.inputs.cu_seqlens, self.segments_before, entering, midway, states,
+            v_new, listed, counts, self.L, bands, band, int(early), self._blocks,
         )  # fmt: skip
 
     def gradients(

@@ -13,8 +13,8 @@ from ..once import first_time
 from . import fallback
 from .graphs import graph_break
 from .inputs import CPU_DTYPES, CallInputs, check_inputs, check_tensor, state_shape
-from .kept import FromForward
-from .results import ForwardResult, Gradients, SegmentStates
+from .kept import FromForward, Wanted
+from .results import ForwardResult, Gradients, MidwayStates, SegmentStates
 
 
 @graph_break                 # as in FLA: a graph cannot hold what launches kernels by itself
@@ -146,8 +146,9 @@ def chunk_gated_delta_rule_fwd(
 
     Arguments and errors are those of chunk_gated_delta_rule. g_sum is in natural-log units, where FLA's is in units of log 2;
     the two libraries' saved tensors cannot be exchanged. g_sum and A are None unless `chunked` computed the call, Ab if it did,
-    segments unless it was split; all are None on the CPU. Who hands Ab and segments to chunk_gated_delta_rule_bwd saves the
-    backward from computing them anew; sequences are split as it will want them.
+    segments unless it was split, midway unless the backward will go through chunks in two bands; all are None on the CPU. Who
+    hands Ab, segments and midway to chunk_gated_delta_rule_bwd saves the backward from computing them anew; sequences are split
+    as it will want them.
     """
     inputs = check_inputs(
         q,
@@ -190,6 +191,7 @@ def chunk_gated_delta_rule_bwd(
     g_sum: torch.Tensor | None = None,
     Ab: torch.Tensor | None = None,
     segments: SegmentStates | None = None,
+    midway: MidwayStates | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -210,8 +212,8 @@ def chunk_gated_delta_rule_bwd(
         q, k, v, g, beta, scale, initial_state and the flags: as given to the forward. g is the gate itself, where FLA and
             FlashQLA take its cumulated sum; q, k, g and beta are those before l2norm, gate and sigmoid.
         A, g_sum: accepted for compatibility, and not read: they are computed anew.
-        Ab, segments: those of the ForwardResult of the same call. None, or from chunks or segments of another size than the
-            backward takes: computed anew. Keep them as long as a CUDA graph that was captured with them.
+        Ab, segments, midway: those of the ForwardResult of the same call. None, or from chunks or segments of another size
+            than the backward takes: computed anew. Keep them as long as a CUDA graph that was captured with them.
         do: [B, T, HV, V], gradient of o.
         dht: gradient of the final state, in its shape; None means zeros.
 
@@ -252,13 +254,14 @@ def chunk_gated_delta_rule_bwd(
         shape = (slots, facts.HV, facts.chunk_size, facts.chunk_size)
         check_tensor("Ab", Ab, shape, "[slots, HV, C, C]", "as in ForwardResult", (facts.dtype,), facts.device)
 
-    if segments is not None and not isinstance(segments, SegmentStates):
-        raise InputError(f"segments must be ForwardResult.segments or None; got {type(segments).__name__}")
+    for name, given, kind in (("segments", segments, SegmentStates), ("midway", midway, MidwayStates)):
+        if given is not None and not isinstance(given, kind):
+            raise InputError(f"{name} must be ForwardResult.{name} or None; got {type(given).__name__}")
 
     if inputs.q.is_cuda:
         backward = imported("ops.backward")
         if inputs.B * inputs.T == 0 or backward.kernels_for(inputs) is not None:
-            return backward.backward(inputs, do, dht, FromForward(Ab, segments))
+            return backward.backward(inputs, do, dht, FromForward(Ab, segments, midway))
         _warn_slow_gradients()
     return fallback.backward(inputs, do, dht)
 
@@ -274,12 +277,12 @@ def _differentiable_forward(inputs: CallInputs) -> ForwardResult:
 
 
 def _forward(inputs: CallInputs, *, before_a_backward: bool = False) -> ForwardResult:
-    """The call without autograd. before_a_backward: sequences are split as that will want them."""
+    """The call without autograd. before_a_backward: as that will want it."""
     if not inputs.q.is_cuda:
         return fallback.forward(inputs)
     # Not imported at the top: a CPU user needs no kernel machinery.
-    split = imported("ops.backward").split_to_share(inputs) if before_a_backward else None
-    return imported("ops.pipeline").forward(inputs, split=split)
+    wanted = imported("ops.backward").wanted_of_forward(inputs) if before_a_backward else Wanted()
+    return imported("ops.pipeline").forward(inputs, wanted)
 
 
 def _warn_slow_gradients() -> None:

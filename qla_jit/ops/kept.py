@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from .results import SegmentStates
+from .results import MidwayStates, SegmentStates
 
 T = TypeVar("T")
 
@@ -24,8 +24,20 @@ class Kept(Generic[T]):
         return x
 
 
+class Wanted(NamedTuple):
+    """What the backward of a call would have its forward do."""
+
+    split: int | None = None             # split, into segments of so many chunks, if sequences can be split
+    midway: int | None = None            # keep midway states, if its segments are of so many chunks
+
+
 class FromForward:
     """What a forward keeps for the backward of the same call: parts of its ForwardResult, each until it is taken."""
 
-    def __init__(self, Ab: torch.Tensor | None = None, segments: SegmentStates | None = None) -> None:
-        self.Ab, self.segments = Kept(Ab), Kept(segments)
+    def __init__(
+        self,
+        Ab: torch.Tensor | None = None,
+        segments: SegmentStates | None = None,
+        midway: MidwayStates | None = None,
+    ) -> None:
+        self.Ab, self.segments, self.midway = Kept(Ab), Kept(segments), Kept(midway)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -76,15 +77,15 @@ def scanned_chunks(
 
 
 def summed_gates(
-    launch: dict[str, Callable[..., None]], inputs: CallInputs, slots: int, listed: torch.Tensor | None = None
+    launch: dict[str, Callable[..., None]], inputs: CallInputs, slots: int, counts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gates of each chunk, summed from its first token on, and its write strengths: both [slots, HV, C], fp32.
 
-    listed: a list of chunks to be cleared, [rows, 4], int32, where the kernel does."""
+    counts: of chunks listed, int32, to be set to 0 where the kernel does."""
     facts = inputs.facts
     shape = (slots, facts.HV, facts.chunk_size)
     g_sum, beta = (torch.empty(shape, dtype=torch.float32, device=facts.device) for _ in range(2))
-    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, g_sum, beta, listed)
+    launch["gate_cumsum"](inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, g_sum, beta, counts)
     return g_sum, beta
 
 
@@ -161,6 +162,12 @@ def states_of_segments(inputs: CallInputs, segments: Segments) -> torch.Tensor:
     return torch.empty(
         segments.places, facts.HV, parts_of(facts.V) * ROWS, KEYS, dtype=torch.float32, device=facts.device
     )
+
+
+@functools.cache
+def no_states(device: torch.device, *shape: int) -> torch.Tensor:
+    """States of no place, for a kernel that would read or write them there: it cannot be given None."""
+    return torch.empty(0, *shape, dtype=torch.float32, device=device)
 
 
 def warm_chunks_of(

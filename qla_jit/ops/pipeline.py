@@ -12,13 +12,15 @@ from .. import capture, kernel_cache, select
 from ..build_command import build_command_of_call, told_on_a_miss
 from ..compiler import CompileRequest
 from ..device import gpu_info
-from ..kernel_templates.macros.register_roles import parts_of
+from ..kernel_templates.macros.register_roles import KEYS, parts_of
 from ..settings import settings
 from ..tuning_records import Hardware
 from .inputs import CallFacts, CallInputs
+from .kept import Wanted
 from .operands import (
     aligned,
     chunk_inverses,
+    no_states,
     planned_segments,
     prepared_keys,
     scanned_chunks,
@@ -28,7 +30,7 @@ from .operands import (
     with_float_parameters,
 )
 from .plan import Extents
-from .results import ForwardResult
+from .results import WHOLE_SEQUENCES, ForwardResult, MidwayStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Kernels:
     split: int | None                    # chunks per segment; None: whole sequences
     requests: Mapping[str, CompileRequest]
 
+
+NOTHING_WANTED = Wanted()
 
 _Key = tuple[CallFacts, select.Override, Extents, bool]
 
@@ -80,25 +84,25 @@ def choice_for(inputs: CallInputs, *, to_split: bool = False) -> tuple[select.Di
     return dispatch, needed
 
 
-def forward(inputs: CallInputs, *, split: int | None = None) -> ForwardResult:
+def forward(inputs: CallInputs, wanted: Wanted = NOTHING_WANTED) -> ForwardResult:
     """o and the final state, and what the strategy makes on the way. Launches on the current stream, no sync.
 
-    split: chunks per segment, where sequences can be split; None: as chosen for the call.
+    wanted: by the backward of the call; it has precedence over what is chosen for the forward alone.
     """
     facts = inputs.facts
     if facts.device.index != torch.cuda.current_device():
         with torch.cuda.device(facts.device):
-            return forward(inputs, split=split)
+            return forward(inputs, wanted)
     if inputs.B * inputs.T == 0:
         return _no_tokens(inputs)
-    kernels = kernels_for(inputs, to_split=split is not None)
-    if split is not None:
-        kernels = replace(kernels, split=split)
+    kernels = kernels_for(inputs, to_split=wanted.split is not None)
+    if wanted.split is not None:
+        kernels = replace(kernels, split=wanted.split)
     capture.note(inputs)
-    return LAUNCHERS[kernels.strategy](kernels, with_float_parameters(inputs))
+    return LAUNCHERS[kernels.strategy](kernels, with_float_parameters(inputs), wanted)
 
 
-def _chunked(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
+def _chunked(kernels: Kernels, inputs: CallInputs, wanted: Wanted) -> ForwardResult:
     launch = kernels.launch
     q, k = prepared_keys(launch, inputs)
     v = aligned(inputs.v)
@@ -109,18 +113,18 @@ def _chunked(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     return ForwardResult(o, final_state, chunks.g_sum, chunks.A)
 
 
-def _fused(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
+def _fused(kernels: Kernels, inputs: CallInputs, wanted: Wanted) -> ForwardResult:
     q, k = prepared_keys(kernels.launch, inputs)
     v = aligned(inputs.v)
     Ab = chunk_inverses(kernels.launch, inputs, k, slots_of(inputs), early=False)
     initial_state, final_state = _states(inputs)
-    o = _rest_of_forward(
-        kernels, inputs, q, k, v, Ab, initial_state, final_state, None, places=inputs.N, chunks_per_segment=0
+    o, midway = _rest_of_forward(
+        kernels, inputs, q, k, v, Ab, initial_state, final_state, None, wanted, places=inputs.N, L=WHOLE_SEQUENCES
     )
-    return ForwardResult(o, final_state, Ab=Ab)
+    return ForwardResult(o, final_state, Ab=Ab, midway=midway)
 
 
-def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
+def _split(kernels: Kernels, inputs: CallInputs, wanted: Wanted) -> ForwardResult:
     launch = kernels.launch
     q, k = prepared_keys(launch, inputs)
     v = aligned(inputs.v)
@@ -129,11 +133,11 @@ def _split(kernels: Kernels, inputs: CallInputs) -> ForwardResult:
     Ab = chunk_inverses(launch, inputs, k, slots, early=True)
     initial_state, final_state = _states(inputs)
     found = segment_states(launch, inputs, k, v, Ab, initial_state, segments)
-    o = _rest_of_forward(
-        kernels, inputs, q, k, v, Ab, found.states, final_state, found.segments.segments_before,
-        places=found.segments.places, chunks_per_segment=found.segments.L,
+    o, midway = _rest_of_forward(
+        kernels, inputs, q, k, v, Ab, found.states, final_state, found.segments.segments_before, wanted,
+        places=found.segments.places, L=found.segments.L,
     )  # fmt: skip
-    return ForwardResult(o, final_state, Ab=Ab, segments=found)
+    return ForwardResult(o, final_state, Ab=Ab, segments=found, midway=midway)
 
 
 LAUNCHERS = {"chunked": _chunked, "fused": _fused, "fused_halves": _fused, "split": _split}
@@ -149,20 +153,26 @@ def _rest_of_forward(
     initial_state: torch.Tensor | None,
     final_state: torch.Tensor | None,
     segments_before: torch.Tensor | None,
+    wanted: Wanted,
     *,
     places: int,
-    chunks_per_segment: int,
-) -> torch.Tensor:
-    """o, and the final state where there is room for it."""
+    L: int,
+) -> tuple[torch.Tensor, MidwayStates | None]:
+    """o, the final state where there is room for it, and the states midway if they are wanted of these segments."""
+    facts, device = inputs.facts, inputs.facts.device
     o = torch.empty_like(v)
     scale = abs(inputs.scale)            # the kernel works with its logarithm
     rows = kernels.requests["register_state_forward"].problem.rows
-    blocks = _blocks(inputs, places * inputs.facts.HV * parts_of(inputs.facts.V, rows))
+    parts = parts_of(facts.V, rows)
+    states, midway = no_states(device, facts.HV, parts * rows, KEYS), None
+    if wanted.midway == L:
+        states = torch.empty(places, facts.HV, parts * rows, KEYS, dtype=torch.float32, device=device)
+        midway = MidwayStates(L, states)
     kernels.launch["register_state_forward"](
         q, k, v, Ab, inputs.g, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, segments_before, initial_state, o,
-        final_state, scale, math.log2(scale) if scale else -math.inf, chunks_per_segment, blocks,
+        final_state, states, scale, math.log2(scale) if scale else -math.inf, L, _blocks(inputs, places * facts.HV * parts),
     )  # fmt: skip
-    return o.neg_() if inputs.scale < 0 else o
+    return o.neg_() if inputs.scale < 0 else o, midway
 
 
 def _blocks(inputs: CallInputs, items: int) -> int:

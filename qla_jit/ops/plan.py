@@ -292,7 +292,7 @@ def register_scans(facts: CallFacts) -> tuple[register_state_scan.Problem, regis
 
 def around_register_scans(facts: CallFacts, scans: dict[str, Step]) -> dict[str, Step]:
     return unit_row_steps(facts) | {
-        "gate_cumsum": summed_gates(facts, beta_floor=BETA_FLOORS[facts.dtype], clears_list=True),
+        "gate_cumsum": summed_gates(facts, beta_floor=BETA_FLOORS[facts.dtype], clears_counts=True),
     } | scans | chunk_gradient_steps(facts, states_v_first=True)  # fmt: skip
 
 
@@ -361,10 +361,10 @@ def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[
     return rejection
 
 
-def summed_gates(facts: CallFacts, *, beta_floor: int | None, clears_list: bool = False) -> Step:
+def summed_gates(facts: CallFacts, *, beta_floor: int | None, clears_counts: bool = False) -> Step:
     problem = gate_cumsum.Problem(
         HV=facts.HV, C=facts.chunk_size, **packing(facts), **gate_sources(facts), **strength_sources(facts),
-        beta_floor=beta_floor, clears_list=clears_list,
+        beta_floor=beta_floor, clears_counts=clears_counts,
     )  # fmt: skip
     return Step(gate_cumsum.TEMPLATE, problem)
 

@@ -25,10 +25,20 @@ class SegmentStates(NamedTuple):
     states: torch.Tensor                         # [places, HV, V, K]
 
 
+WHOLE_SEQUENCES = 0                              # chunks per segment, where there are none
+
+
+class MidwayStates(NamedTuple):
+    """The state in front of chunk n // 2 of each segment, or whole sequence, of n chunks. In fp32; nothing where n is below 2."""
+
+    L: int                                       # chunks per segment, or WHOLE_SEQUENCES
+    states: torch.Tensor                         # [places, HV, V, K], places of segments or sequences
+
+
 @dataclass(frozen=True)
 class ForwardResult:
     """The outputs of a forward, and what its strategy makes on the way: g_sum and A that of `chunked`, Ab that of the others, and
-    segments that of `split`."""
+    segments that of `split`; and midway, where the backward will go through chunks in two bands."""
 
     o: torch.Tensor                              # [B, T, HV, V], in q's dtype
     final_state: torch.Tensor | None             # [N, HV, K, V] or V-first; fp32 (fp64 for fp64 inputs); None if not asked for
@@ -38,6 +48,7 @@ class ForwardResult:
     # chunk_gated_delta_rule_bwd
     Ab: torch.Tensor | None = None
     segments: SegmentStates | None = None        # likewise for it
+    midway: MidwayStates | None = None           # likewise for it
 
 
 class Gradients(NamedTuple):

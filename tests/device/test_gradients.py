@@ -110,11 +110,13 @@ def usual_strategy() -> str:
 
 
 @contextlib.contextmanager
-def computed_by(strategy: str, split: int = 2, bands: int | None = None) -> Iterator[None]:
-    """split: chunks per segment, where the strategy has segments. bands: in which chunks go."""
+def computed_by(strategy: str, split: int = 2, bands: int | None = None, *, forward_split: Any = ...) -> Iterator[None]:
+    """split: chunks per segment, where the strategy has segments. bands: in which chunks go. forward_split: of the forward."""
     if strategy != "chunked" and not on_hopper():
         pytest.skip(f"{strategy} is written for Hopper")
-    with select.override(FORWARD[strategy], backward_strategy=strategy, backward_split=split, backward_bands=bands):
+    with select.override(
+        FORWARD[strategy], backward_strategy=strategy, split=forward_split, backward_split=split, backward_bands=bands
+    ):
         yield
 
 
@@ -303,6 +305,33 @@ def test_gradients_of_bands_match_float64_autograd(case: Case, name: str, bands:
     with computed_by(name, 4, bands):
         actual, do = gradients_alone(call)
     check(actual, expected_gradients(call), do, bounds_of(case) | {"initial_state": BOUND_OF_SPLIT_INITIAL_STATE})
+
+
+@pytest.mark.parametrize("name", ["registers", "registers_split"])
+@pytest.mark.parametrize("case", BANDED_CASES, ids=str)
+def test_gradients_of_two_bands_from_the_states_midway_match_float64_autograd(case: Case, name: str) -> None:
+    call = arguments(case, device="cuda")
+    fill_free_memory_with_nan()
+    with computed_by(name, 4, 2, forward_split=4):
+        made = qla_jit.chunk_gated_delta_rule_fwd(**call)
+        assert made.midway is not None
+        actual, do = gradients(call)
+        again = low_level(call, *cotangents(call), Ab=made.Ab, segments=made.segments, midway=made.midway)
+    check(actual, expected_gradients(call), do, bounds_of(case) | {"initial_state": BOUND_OF_SPLIT_INITIAL_STATE})
+    assert all(torch.equal(getattr(again, name), gradient) for name, gradient in actual.items())
+
+
+@pytest.mark.parametrize("name", ["registers", "registers_split"])
+def test_steps_of_two_bands_right_behind_one_another_agree_to_the_bit(name: str) -> None:
+    call = arguments(replace(SEGMENTED, lengths=(4096, 70, 3000)), device="cuda")
+    different = 0
+    with computed_by(name, 8, 2, forward_split=8):
+        first, _ = gradients(call)
+        for _ in range(50):
+            gradients(call)
+            found, _ = gradients(call)
+            different += not all(torch.equal(found[name], gradient) for name, gradient in first.items())
+    assert different == 0
 
 
 def told(value: Any) -> str:

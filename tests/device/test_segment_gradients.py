@@ -182,9 +182,11 @@ class Scans:
         self, kernel: str, initial: torch.Tensor | None, out: Scanned, places: int, L: int, before: torch.Tensor | None = None
     ) -> None:
         listed = torch.empty(self.slots, COLUMNS, dtype=torch.int32, device="cuda")
+        counts = torch.zeros(1, dtype=torch.int32, device="cuda")
+        midway = torch.empty(0, self.case.HV, self.case.V, K, device="cuda")
         self.launch[kernel](
-            self.k, self.v, self.Ab, self.g, None, None, self.cu_seqlens, before, initial, out.states, out.v_new, listed, L,
-            *ALL_CHUNKS, self.blocks(places),
+            self.k, self.v, self.Ab, self.g, None, None, self.cu_seqlens, before, initial, midway, out.states, out.v_new,
+            listed, counts, L, *ALL_CHUNKS, self.blocks(places),
         )  # fmt: skip
 
     def scan_gradients(

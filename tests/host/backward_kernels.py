@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from qla_jit.device import GpuInfo
 from qla_jit.kernel_templates.arch import SM90A
-from qla_jit.kernel_templates.macros.chunk_lists import VALID
 from qla_jit.ops.inputs import CallInputs
 from qla_jit.reference import RESET_GATE, beta_from_logits, gate, l2norm
 
@@ -105,9 +104,9 @@ class Kernels:
         q_unit.copy_(l2norm(q, eps))
         k_unit.copy_(l2norm(k, eps))
 
-    def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks, listed=None):
-        if listed is not None:
-            listed[:, VALID] = 0
+    def gate_cumsum(self, g, beta, A_log, dt_bias, cu_seqlens, g_sum, beta_chunks, counts=None):
+        if counts is not None:
+            counts.zero_()
         if self.facts.use_gate_in_kernel:
             g = gate(g.float(), A_log, dt_bias)
         strengths = self.strengths(beta)
@@ -176,20 +175,24 @@ class Kernels:
                     states[segment.place + 1, h] = states[segment.place, h] @ kept + added
 
     def register_state_scan(
-        self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, initial_state, states, v_new, listed,
+        self, k, v, Ab, g, A_log, dt_bias, cu_seqlens, segments_before, initial_state, midway, states, v_new, listed, counts,
         chunks_per_segment, bands, band, early, blocks,
     ):  # fmt: skip
         assert blocks == self.blocks(chunks_per_segment, initial_state)
+        assert len(midway) == 0 or (bands, band) == (2, 0)
         assert early == (band == 0 < chunks_per_segment)
-        assert not listed[:, VALID].any()
+        assert counts.shape == (bands,)
+        assert counts[band] == 0
         for segment in self.segments(chunks_per_segment):
             rows = segment.rows(bands, band)
             for slot, row, tokens in segment.chunks:
                 if slot in rows:
-                    listed[rows[slot]] = torch.tensor([slot, row, tokens.start, length(tokens)])
+                    listed[counts[band]] = torch.tensor([rows[slot], slot, row, tokens.start, length(tokens)])
+                    counts[band] += 1
         g_sum, A = self.gated(Ab, g, A_log, dt_bias)
         self.state_scan(
-            k, v, A, g_sum, cu_seqlens, initial_state, states.mT, v_new, None, L=chunks_per_segment, bands=bands, band=band
+            k, v, A, g_sum, cu_seqlens, initial_state, states.mT, v_new, None, L=chunks_per_segment, bands=bands, band=band,
+            midway=midway if len(midway) else None,
         )  # fmt: skip
 
     def segment_gradient_scan(
@@ -253,7 +256,9 @@ class Kernels:
             A[slot, h, :n, :n] = self.Gamma(g_sum, slot, tokens, h) * Ab[slot, h, :n, :n]
         return g_sum, A
 
-    def state_scan(self, k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state, L=0, bands=1, band=0):
+    def state_scan(
+        self, k, v, A, g_sum, cu_seqlens, initial_state, states, v_new, final_state, L=0, bands=1, band=0, midway=None
+    ):
         assert final_state is None
         v_new.zero_()
         for segment in self.segments(L):
@@ -261,8 +266,11 @@ class Kernels:
                 S = torch.zeros(states.shape[2:]).double()
                 if initial_state is not None:
                     S = self.of_place(initial_state[segment.place, h]) if L else self.k_first(initial_state[segment.place, h])
-                chunks, rows = segment.chunks[: segment.bounds(bands, band)[1]], segment.rows(bands, band)
-                self.state_behind(S, chunks, h, key_head, k, v, A, g_sum, rows, states, v_new)
+                low, high = segment.bounds(bands, band)
+                begin, rows = 0, segment.rows(bands, band)
+                if midway is not None and low > 0:
+                    begin, S = low, midway[segment.place, h].T.double()
+                self.state_behind(S, segment.chunks[begin:high], h, key_head, k, v, A, g_sum, rows, states, v_new)
 
     def state_behind(self, S, chunks, h, key_head, k, v, A, g_sum, rows=None, states=None, v_new=None):
         rows = rows or {}
@@ -342,11 +350,10 @@ class Kernels:
             dg[row, tokens, h] = dg_sum.flip(0).cumsum(0).flip(0).float()
 
     def warpgroup_gradients(self, *arguments):
-        *sources, cu_seqlens, listed, dq, dk, dg, dbeta, scale, blocks = arguments
+        *sources, cu_seqlens, listed, counts, dq, dk, dg, dbeta, scale, band, blocks = arguments
         assert blocks == min(len(listed) * self.facts.H, H200.sm_count)
         chunks = [
-            (at, slot, row, slice(start, start + valid))
-            for at, (slot, row, start, valid) in enumerate(listed.tolist()) if valid > 0
+            (at, slot, row, slice(start, start + valid)) for at, slot, row, start, valid in listed[: counts[band]].tolist()
         ]
         for gradient in (dq, dk, dg, dbeta):
             for _, _, row, tokens in chunks:
@@ -378,12 +385,13 @@ class Kernels:
         return state[: self.facts.V, : self.facts.K].T.double()
 
 
-def listed_chunks(starts: Sequence[int], slots: int, C: int) -> list[tuple[int, int, int, int]]:
-    """Slot, batch row, first token and tokens of every slot of packed sequences, 0 where there is no chunk."""
-    found = [(0, 0, 0, 0)] * slots
+def listed_chunks(starts: Sequence[int], C: int) -> list[tuple[int, int, int, int, int]]:
+    """Row, slot, batch row, first token and tokens of the chunks of packed sequences, which go in one band."""
+    found = []
     for n, (start, end) in enumerate(pairwise(starts)):
         for j, first in enumerate(range(start, end, C)):
-            found[start // C + n + j] = (start // C + n + j, 0, first, min(end - first, C))
+            slot = start // C + n + j
+            found.append((slot, slot, 0, first, min(end - first, C)))
     return found
 
 

@@ -219,16 +219,23 @@ def store_overlap(x: Pointer, y: Pointer, to: Pointer) -> None:
     to.store(np.arange(4), products.reshape(8, 4, 4 * 128).sum((0, 2)))
 
 
+def list_chunk(listed: Pointer, count: Pointer, *entry: int) -> None:
+    (number,) = count.load([0])
+    count.store([0], [number + 1])
+    listed.store(len(entry) * number + np.arange(len(entry)), np.array(entry))
+
+
 HELPERS: dict[str, Callable[..., None]] = {
     "qla_add_products": add_products, "qla_add_scaled_rows": add_scaled_rows, "qla_decay_and_store": decay_and_store,
-    "qla_keep_and_erase": keep_and_erase, "qla_load_columns": load_columns, "qla_load_first_columns": load_first_columns,
-    "qla_load_pair": load_pair, "qla_load_rows": load_rows, "qla_load_tile": load_tile_into,
-    "qla_load_transposed": load_transposed, "qla_lower_triangle": lower_triangle, "qla_scale_column_pairs": scale_column_pairs,
-    "qla_scale_columns": scale_columns, "qla_scale_rows_and_store": scale_rows_and_store, "qla_score_gradient": score_gradient,
-    "qla_store_columns": store_columns, "qla_store_diagonal": store_diagonal, "qla_store_first_rows": store_first_rows,
-    "qla_store_overlap": store_overlap, "qla_store_rows": store_rows, "qla_store_scaled": store_scaled,
-    "qla_store_transposed": store_transposed, "qla_subtract_scaled": subtract_scaled, "qla_zero_first_rows": zero_first_rows,
-    "qla_zero_rows": zero_rows, "qla_store_accumulator": store_accumulator,
+    "qla_keep_and_erase": keep_and_erase, "qla_list_chunk": list_chunk, "qla_load_columns": load_columns,
+    "qla_load_first_columns": load_first_columns, "qla_load_pair": load_pair, "qla_load_rows": load_rows,
+    "qla_load_tile": load_tile_into, "qla_load_transposed": load_transposed, "qla_lower_triangle": lower_triangle,
+    "qla_scale_column_pairs": scale_column_pairs, "qla_scale_columns": scale_columns,
+    "qla_scale_rows_and_store": scale_rows_and_store, "qla_score_gradient": score_gradient,
+    "qla_store_accumulator": store_accumulator, "qla_store_columns": store_columns, "qla_store_diagonal": store_diagonal,
+    "qla_store_first_rows": store_first_rows, "qla_store_overlap": store_overlap, "qla_store_rows": store_rows,
+    "qla_store_scaled": store_scaled, "qla_store_transposed": store_transposed, "qla_subtract_scaled": subtract_scaled,
+    "qla_zero_first_rows": zero_first_rows, "qla_zero_rows": zero_rows,
 }  # fmt: skip
 
 

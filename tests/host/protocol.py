@@ -32,6 +32,7 @@ TRACED = "traced_kernel_templates"
 # What device helpers do with the shared tiles among their arguments, in order: r, w, or R for all rows of a stage.
 HELPERS = {
     "qla_add_scaled_rows": "r", "qla_decay_and_store": "w", "qla_gate_gradient": "R", "qla_keep_and_erase": "r",
+    "qla_list_chunk": "",
     "qla_load_columns": "r", "qla_load_first_columns": "r", "qla_load_pair": "r", "qla_load_rows": "r", "qla_load_tile": "r",
     "qla_load_transposed": "r", "qla_lower_triangle": "", "qla_scale_column_pairs": "r", "qla_scale_columns": "r",
     "qla_scale_rows_and_store": "w", "qla_scan64": "", "qla_mark_resets": "",

@@ -31,7 +31,7 @@ SIGNATURES = {
         "use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, auto_cp=True)"
     ),
     "chunk_gated_delta_rule_bwd": (
-        "(q, k, v, g, beta, A, do, dht=None, scale=None, initial_state=None, *, g_sum=None, Ab=None, segments=None, "
+        "(q, k, v, g, beta, A, do, dht=None, scale=None, initial_state=None, *, g_sum=None, Ab=None, segments=None, midway=None, "
         "use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, "
         "cu_seqlens=None, cu_seqlens_cpu=None, use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, auto_cp=True)"
     ),
@@ -233,6 +233,8 @@ def test_what_is_not_of_the_forward_of_the_call_is_refused():
         gradients(Ab=[])
     with pytest.raises(qla_jit.InputError, match=r"segments must be ForwardResult.segments or None; got Tensor"):
         gradients(segments=Ab)
+    with pytest.raises(qla_jit.InputError, match=r"midway must be ForwardResult.midway or None; got Tensor"):
+        gradients(midway=Ab)
 
 
 def test_slow_gradients_warn_once_per_process():

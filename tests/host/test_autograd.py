@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from qla_jit.ops import autograd, backward, chunk, fallback, pipeline
 from qla_jit.ops.inputs import CallInputs, check_inputs
-from qla_jit.ops.kept import FromForward
-from qla_jit.ops.results import ForwardResult, Gradients, Segments, SegmentStates
+from qla_jit.ops.kept import FromForward, Wanted
+from qla_jit.ops.results import ForwardResult, Gradients, MidwayStates, Segments, SegmentStates
 
 CASE = Case(lengths=(70, 0, 3), tail=2, dtype=torch.bfloat16, in_kernel=True, l2norm=True)
+
+WANTED = Wanted(split=2, midway=2)
 
 # On a machine without CUDA, torch says so when the autocast state of the forward is restored.
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
@@ -31,32 +33,32 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tens
         given.append((do, dht))
         return fallback.backward(inputs, do, dht)
 
-    monkeypatch.setattr(pipeline, "forward", lambda inputs, split: fallback.forward(inputs))
-    monkeypatch.setattr(backward, "split_to_share", lambda inputs: 2)
-    monkeypatch.setattr(backward, "of_use", lambda inputs, result: FromForward(result.Ab, result.segments))
+    monkeypatch.setattr(pipeline, "forward", lambda inputs, wanted: fallback.forward(inputs))
+    monkeypatch.setattr(backward, "wanted_of_forward", lambda inputs: WANTED)
+    monkeypatch.setattr(backward, "of_use", lambda inputs, result: FromForward(result.Ab, result.segments, result.midway))
     monkeypatch.setattr(backward, "backward", launched)
     return given
 
 
 class Made:
-    """What the forward makes, and what of it comes to the backward: inverses, and all that there is of segments."""
+    """What the forward makes, and what of it comes to the backward: inverses, all there is of segments, and states midway."""
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[torch.Tensor]] = []
         self.given: list[weakref.ref[torch.Tensor] | None] = []
 
-    def forward(self, inputs: CallInputs, split: int | None) -> ForwardResult:
-        assert split == 2
-        Ab, transfers, states = torch.zeros(4, 4, 64, 64), torch.zeros(1), torch.zeros(1)
-        self.made += map(weakref.ref, (Ab, transfers, states))
-        segments = SegmentStates(Segments(split, 2, torch.zeros(1), torch.zeros(1)), transfers, states)
-        return replace(fallback.forward(inputs), Ab=Ab, segments=segments)
+    def forward(self, inputs: CallInputs, wanted: Wanted) -> ForwardResult:
+        assert wanted is WANTED
+        Ab, transfers, states, midway = torch.zeros(4, 4, 64, 64), torch.zeros(1), torch.zeros(1), torch.zeros(1)
+        self.made += map(weakref.ref, (Ab, transfers, states, midway))
+        segments = SegmentStates(Segments(wanted.split, 2, torch.zeros(1), torch.zeros(1)), transfers, states)
+        return replace(fallback.forward(inputs), Ab=Ab, segments=segments, midway=MidwayStates(wanted.midway, midway))
 
     def backward(self, inputs: CallInputs, do: torch.Tensor, dht: torch.Tensor | None, kept: FromForward) -> Gradients:
-        Ab, segments = kept.Ab.take(), kept.segments.take()
-        taken = [Ab, None, None] if segments is None else [Ab, segments.transfers, segments.states]
+        Ab, segments, midway = kept.Ab.take(), kept.segments.take(), kept.midway.take()
+        taken = [Ab, None, None, None] if Ab is None else [Ab, segments.transfers, segments.states, midway.states]
         self.given += [x if x is None else weakref.ref(x) for x in taken]
-        del Ab, segments, taken
+        del Ab, segments, midway, taken
         assert all(made() is None for made in self.made), "somebody else holds them"
         return fallback.backward(inputs, do, dht)
 
@@ -143,26 +145,26 @@ def test_gradients_reach_tensors_that_are_not_contiguous() -> None:
 def test_what_is_made_is_kept_for_one_backward_alone(forwards: Made) -> None:
     leaves, inputs = differentiable()
     o = apply(inputs).o
-    assert [ref() is None for ref in forwards.made] == [False] * 3
+    assert [ref() is None for ref in forwards.made] == [False] * 4
     first, second = (torch.autograd.grad(o.float().sum(), leaves["k"], retain_graph=True) for _ in range(2))
-    assert forwards.given == [*forwards.made, None, None, None]
+    assert forwards.given == [*forwards.made, None, None, None, None]
     assert torch.equal(*first, *second)
 
 
 def test_what_is_kept_goes_with_the_graph_without_a_backward(forwards: Made) -> None:
     _, inputs = differentiable()
     result = apply(inputs)
-    assert [ref() is None for ref in forwards.made] == [False] * 3
+    assert [ref() is None for ref in forwards.made] == [False] * 4
     del result, inputs
-    assert [ref() is None for ref in forwards.made] == [True] * 3
+    assert [ref() is None for ref in forwards.made] == [True] * 4
 
 
 def test_under_checkpointing_nothing_is_kept_beside_what_it_saves(forwards: Made) -> None:
     leaves, inputs = differentiable()
     o = checkpoint(lambda k: apply(replace(inputs, k=k)).o, leaves["k"], use_reentrant=False)
-    assert [ref() is None for ref in forwards.made] == [True] * 3
+    assert [ref() is None for ref in forwards.made] == [True] * 4
     o.float().sum().backward()
-    assert forwards.given == [None] * 3
+    assert forwards.given == [None] * 4
     assert leaves["k"].grad.isfinite().all()
 
 
@@ -180,7 +182,7 @@ def test_what_is_kept_is_not_among_the_saved_tensors(forwards: Made) -> None:
     node = apply(inputs).o.grad_fn
     own = {x.data_ptr() for x in (*leaves.values(), inputs.cu_seqlens)}
     assert {x.data_ptr() for x in node.saved_tensors} == own
-    assert [ref() is None for ref in forwards.made] == [False] * 3
+    assert [ref() is None for ref in forwards.made] == [False] * 4
 
 
 def test_nothing_outlives_the_outputs() -> None:

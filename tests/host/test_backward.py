@@ -14,7 +14,7 @@ from qla_jit import select
 from qla_jit.ops import backward, fallback, operands, plan
 from qla_jit.ops.inputs import CallInputs, check_inputs
 from qla_jit.ops.kept import FromForward
-from qla_jit.ops.results import Gradients, Segments, SegmentStates
+from qla_jit.ops.results import WHOLE_SEQUENCES, Gradients, MidwayStates, Segments, SegmentStates
 
 BASE = Case(H=2, HV=4, K=8, V=12, lengths=(70, 16, 1))
 # Gates and their gradients are float32 between the kernels, everything else is float64 here.
@@ -41,6 +41,13 @@ def filled(x: torch.Tensor) -> torch.Tensor:
     return x.fill_(float("nan") if x.is_floating_point() else -99)
 
 
+def launcher_of(kernels: Kernels, step: str, without: Sequence[str]) -> Callable[..., None]:
+    def refused(*arguments: object) -> None:
+        raise AssertionError(f"{step} is not to be launched")
+
+    return refused if step in without else getattr(kernels, step)
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
     """backward.backward with its kernels stood in for, and NaN in whatever it allocates."""
@@ -62,15 +69,17 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gradients]:
         bands: int | None = None,
         Ab: torch.Tensor | None = None,
         segments: SegmentStates | None = None,
+        midway: MidwayStates | None = None,
         without: Sequence[str] = (),
     ) -> Gradients:
         """without: kernels that must not be launched."""
         facts = inputs.facts._replace(chunk_size=chunk_size)
         stand_ins = Kernels(replace(inputs, facts=facts), strategy)
-        launch = {step: getattr(stand_ins, step) for step in STEPS[strategy] if step not in without}
-        kernels = backward.Kernels(select.Dispatch(strategy, {}, facts, split), launch, bands)
+        launch = {step: launcher_of(stand_ins, step, without) for step in STEPS[strategy]}
+        steps = dict.fromkeys(launch)
+        kernels = backward.Kernels(select.Dispatch(strategy, steps, facts, split), launch, bands)
         monkeypatch.setattr(backward, "kernels_for", lambda inputs: kernels)
-        return backward.backward(inputs, do, dht, FromForward(Ab, segments))
+        return backward.backward(inputs, do, dht, FromForward(Ab, segments, midway))
 
     return run
 
@@ -180,6 +189,45 @@ def test_what_the_forward_found_out_about_segments_is_taken(gates: str, run: Cal
             without=OF_SEGMENTS,
         )  # fmt: skip
         check(found, fallback.backward(inputs, do, dht), inputs, BOUND_RESET if gates == "reset" else BOUND)
+
+
+@pytest.mark.parametrize("case", BANDED, ids=str)
+@pytest.mark.parametrize(("strategy", "split"), [("registers", None), ("registers_split", 2), ("registers_split", 5)])
+def test_the_first_of_two_bands_begins_with_what_the_forward_kept_midway(
+    case: Case, strategy: str, split: int | None, run: Callable[..., Gradients]
+) -> None:
+    inputs = check_inputs(**arguments(case))
+    do, dht = cotangents(inputs)
+    L = split or WHOLE_SEQUENCES
+    midway = midway_of_a_forward(inputs, L, chunk_size=16)
+    options = dict(strategy=strategy, chunk_size=16, split=split, bands=2)
+    check(run(inputs, do, dht, **options, midway=midway), fallback.backward(inputs, do, dht), inputs)
+    for other in (MidwayStates(L + 1, midway.states), None):
+        check(run(inputs, do, dht, **options, midway=other), fallback.backward(inputs, do, dht), inputs)
+    wrong = run(inputs, do, dht, **options, midway=MidwayStates(L, 2 * midway.states))
+    is_used = any(len(segment.chunks) > 1 for segment in Kernels(with_chunks_of(inputs, 16), strategy).segments(L))
+    assert (relative_l2(wrong.q, fallback.backward(inputs, do, dht).q) > BOUND) is is_used
+
+
+def with_chunks_of(inputs: CallInputs, C: int) -> CallInputs:
+    return replace(inputs, facts=inputs.facts._replace(chunk_size=C))
+
+
+def midway_of_a_forward(inputs: CallInputs, L: int, *, chunk_size: int) -> MidwayStates:
+    inputs = with_chunks_of(inputs, chunk_size)
+    facts, kernels, slots = inputs.facts, Kernels(inputs, "registers"), operands.slots_of(inputs)
+    Ab = torch.empty(slots, facts.HV, chunk_size, chunk_size, dtype=torch.float64)
+    kernels.chunk_inverse(inputs.k, inputs.beta, inputs.cu_seqlens, Ab)
+    g_sum, A = kernels.gated(Ab, inputs.g, inputs.A_log, inputs.dt_bias)
+    states = torch.empty(slots, facts.HV, facts.K, facts.V, dtype=torch.float64)
+    v_new = torch.empty(slots, facts.HV, chunk_size, facts.V, dtype=torch.float64)
+    kernels.state_scan(inputs.k, inputs.v, A, g_sum, None, inputs.initial_state, states, v_new, None)
+    segments = list(kernels.segments(L))
+    found = torch.empty(segments[-1].place + 1, facts.HV, facts.V, facts.K, dtype=torch.float64)
+    for segment in segments:
+        if len(segment.chunks) > 1:
+            found[segment.place] = states[segment.chunks[len(segment.chunks) // 2][0]].mT
+    return MidwayStates(L, found)
 
 
 @pytest.mark.parametrize(("strategy", "split"), [("chunked", None), ("registers", None), ("registers_split", 2)], ids=str)

@@ -19,11 +19,12 @@ from qla_jit.compiler import CompileRequest
 from qla_jit.errors import InvalidConfigError, KernelNotCachedError, UnsupportedError
 from qla_jit.kernel_templates import state_scan, warpgroup_gradients
 from qla_jit.kernel_templates.arch import ARCHES, SM90A, Arch
+from qla_jit.kernel_templates.macros.segments import place_count
 from qla_jit.models import models
 from qla_jit.ops import autograd, backward, operands, pipeline, plan
 from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
-from qla_jit.ops.kept import FromForward
-from qla_jit.ops.results import ForwardResult, Segments, SegmentStates
+from qla_jit.ops.kept import FromForward, Wanted
+from qla_jit.ops.results import WHOLE_SEQUENCES, ForwardResult, MidwayStates, Segments, SegmentStates
 from qla_jit.ops.splits import Items, best_backward_split, both_us, forward_us, whole_backward_us
 from qla_jit.tuning_records import Problem, save_directory
 
@@ -136,8 +137,10 @@ def test_what_is_not_needed_any_more_leaves_its_memory(
         segments = SegmentStates(Segments(1, operands.slots_of(inputs), *counts), transfers, states)
         refs += [weakref.ref(transfers), weakref.ref(states)]
         del transfers, states
-    given = FromForward(Ab, segments) if kept else FromForward()
-    del Ab, segments
+    midway = torch.empty(1)
+    refs.append(weakref.ref(midway))
+    given = FromForward(Ab, segments, MidwayStates(0, midway)) if kept else FromForward()
+    del Ab, segments, midway
     backward.backward(inputs, do, dht, given)
     assert [ref() for ref in refs] == [None] * len(refs)
     assert launched == [step for step in requests if not (kept and step in ("chunk_inverse", *OF_SEGMENTS))]
@@ -194,19 +197,27 @@ def test_gradients_on_other_archs_come_from_the_reference(arch: Arch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("T", "changes", "asked_for", "bands"),
+    ("T", "changes", "asked_for", "bands", "from_midway"),
     [
-        (4096, {}, None, 1),
-        (4096, {}, 3, 3),
-        (4096, {"V": 256}, 3, 1),        # another kernel finds the gradients of chunks
-        (1 << 18, {"HV": 64}, None, 2),  # 21 GB of states, their gradients and values
-        (1 << 18, {"HV": 64}, 1, 1),
+        (4096, {}, None, 1, 1),
+        (4096, {}, 3, 3, 3),
+        (4096, {"V": 256}, 3, 1, 1),             # another kernel finds the gradients of chunks
+        (1 << 15, {"HV": 64}, None, 1, 2),       # 2.6 GB of states, their gradients and values
+        (1 << 18, {"HV": 64}, None, 2, 2),
+        (1 << 18, {"HV": 64}, 1, 1, 1),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("how", ["override", "variable"])
 def test_chunks_go_in_bands_if_asked_for_or_where_memory_is_at_stake(
-    how: str, T: int, changes: dict, asked_for: int | None, bands: int, monkeypatch: pytest.MonkeyPatch, asked: list
+    how: str,
+    T: int,
+    changes: dict,
+    asked_for: int | None,
+    bands: int,
+    from_midway: int,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: list,
 ) -> None:
     inputs = call(**changes)
     kernels = None
@@ -216,7 +227,16 @@ def test_chunks_go_in_bands_if_asked_for_or_where_memory_is_at_stake(
     else:
         with select.override(backward_bands=asked_for):
             kernels = backward.kernels_for(inputs)
-    assert backward.bands_of(kernels, T // 64) == bands
+    assert backward.bands_of(kernels, T // 64, 1, from_midway=False) == bands
+    assert backward.bands_of(kernels, T // 64, 1, from_midway=True) == from_midway
+
+
+@pytest.mark.parametrize(("L", "bands"), [(4, 1), (8, 1), (16, 2), (64, 2), (WHOLE_SEQUENCES, 2)])
+def test_chunks_of_short_segments_do_not_go_in_bands(L: int, bands: int, asked: list) -> None:
+    """Which have nearly as many states between bands as chunks."""
+    kernels, slots = backward.kernels_for(call(HV=64)), 513
+    places = place_count(slots, 1, L) if L else 1
+    assert backward.bands_of(kernels, slots, places, from_midway=True) == bands
 
 
 def test_chunks_are_of_64_tokens_where_they_fit() -> None:
@@ -270,13 +290,13 @@ def test_measured_scans_are_expected_as_they_are() -> None:
 def test_a_forward_is_split_for_its_backward_where_both_together_gain(asked: list) -> None:
     inputs = long_call(64, 128)
     assert pipeline.kernels_for(inputs).strategy == "fused_halves"                      # alone
-    L = backward.split_to_share(inputs)
+    L = backward.wanted_of_forward(inputs).split
     assert L == backward.kernels_for(inputs).dispatch.split is not None
     assert pipeline.kernels_for(inputs, to_split=True).strategy == "split"
     with select.override("fused"):
         assert pipeline.kernels_for(inputs, to_split=True).strategy == "fused"
     short = long_call(64, 16)
-    assert pipeline.kernels_for(short, to_split=backward.split_to_share(short) is not None).strategy != "split"
+    assert pipeline.kernels_for(short, to_split=backward.wanted_of_forward(short).split is not None).strategy != "split"
     narrow_chunks = long_call(8, 512, chunk_size=16)
     assert pipeline.kernels_for(narrow_chunks, to_split=True).strategy == "chunked"     # which has no segments
 
@@ -295,18 +315,39 @@ def test_a_split_may_be_forced_without_a_say_in_the_forward(split: int | None, a
 
 def test_the_forward_is_told_the_segments_of_the_gradients_without_compiling_them(asked: list) -> None:
     inputs = long_call(8, 512)
-    L = backward.split_to_share(inputs)
+    L = backward.wanted_of_forward(inputs).split
     assert asked == []
     assert backward.resolved() == {}
     assert L == backward.kernels_for(inputs).dispatch.split is not None
-    assert backward.split_to_share(inputs) == L
+    assert backward.wanted_of_forward(inputs).split == L
     assert len(asked) == 1
     with select.override(split=2):
-        assert backward.split_to_share(inputs) is None
-    assert backward.split_to_share(call(K=96)) is None
+        assert backward.wanted_of_forward(inputs).split is None
+    assert backward.wanted_of_forward(call(K=96)) == Wanted()
     known = set(backward._ready)
-    assert backward.split_to_share(call(lengths=(0,))) is None
+    assert backward.wanted_of_forward(call(lengths=(0,))) == Wanted()
     assert set(backward._ready) == known                       # nothing is chosen where nothing is computed
+
+
+@pytest.mark.parametrize(
+    ("changes", "override", "L"),
+    [
+        ({}, dict(backward_strategy="registers", backward_bands=2), WHOLE_SEQUENCES),
+        ({}, dict(backward_strategy="registers_split", backward_split=8, backward_bands=2), 8),
+        ({}, dict(backward_strategy="registers_split", backward_split=8, split=2, backward_bands=2), 8),
+        ({}, dict(backward_strategy="registers", backward_bands=1), None),
+        ({}, dict(backward_strategy="registers", backward_bands=3), None),
+        ({}, dict(backward_strategy="chunked", backward_bands=2), None),
+        ({"chunk_size": 32}, dict(backward_strategy="registers", backward_bands=2), None),
+    ],
+    ids=str,
+)
+def test_the_forward_is_told_of_which_segments_states_midway_are_wanted(
+    changes: dict, override: dict, L: int | None, asked: list
+) -> None:
+    with select.override(**override):
+        assert backward.wanted_of_forward(long_call(8, 512, **changes)).midway == L
+    assert asked == []
 
 
 def test_of_a_forward_only_what_its_gradients_take_is_kept(asked: list) -> None:

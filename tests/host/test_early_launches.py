@@ -62,16 +62,17 @@ BEHIND_PASS = (GRADIENTS, STATES)        # the pass over segments, by the same t
 BEHIND_STATES = (STATES, GRADIENTS)
 
 
-@pytest.mark.parametrize("bands", [1, 3])
+@pytest.mark.parametrize("bands", [1, 2, 3])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "made_here"])
 @pytest.mark.parametrize(
     ("strategy", "first"), [("registers", BEHIND_STATES), ("registers_split", BEHIND_PASS)], ids=["whole", "split"]
 )
 def test_of_the_backward(strategy: str, first: tuple, kept: bool, bands: int, early: list) -> None:
     with select.override("split", backward_strategy=strategy, split=2, backward_split=2, backward_bands=bands):
-        result = pipeline.forward(INPUTS)
+        result = pipeline.forward(INPUTS, backward.wanted_of_forward(INPUTS))
+        assert (result.midway is not None) == (bands == 2 and strategy == "registers_split")
         early.clear()
-        given = FromForward(result.Ab, result.segments) if kept else FromForward()
+        given = FromForward(result.Ab, result.segments, result.midway) if kept else FromForward()
         del result
         backward.backward(INPUTS, *cotangents(INPUTS), given)
     made_here = [("segment_plan", "chunk_inverse")] if strategy == "registers_split" and not kept else []

@@ -23,7 +23,7 @@ from emulated_memory import Pointer
 
 from qla_jit.kernel_templates.arch import SM90A
 from qla_jit.kernel_templates.macros.bands import row_count
-from qla_jit.kernel_templates.macros.chunk_lists import COLUMNS, VALID
+from qla_jit.kernel_templates.macros.chunk_lists import COLUMNS, SLOT
 from qla_jit.kernel_templates.macros.segments import place_count
 from qla_jit.kernel_templates.macros.sequences import slot_count
 
@@ -55,6 +55,7 @@ class Run:
     packed: bool = True
     in_kernel: bool = False              # gates are made from logits
     bands: int = 1                       # that chunks of the backward go in
+    midway: bool = False                 # the forward keeps the state that the first of two bands begins with
     rows: int = 128                      # of the state in an item
     config: tuple[tuple[str, int], ...] = ()
 
@@ -134,13 +135,25 @@ class Scan:
             *arguments,
             sizes=dict(
                 B=self.B, tokens=self.T, slots=self.slots, bounds=self.N + 1, places=self.places, rows=self.rows,
-                carried_places=self.places,
+                carried_places=self.places, midway_places=self.places * self.run.midway, bands=self.run.bands,
+                bands_counted=self.run.bands,
             ),
             by_lane=[GATE_WARP, LAST_WARP] if template == "warpgroup_gradients" else [GATE_WARP],
         )
 
     def initial_states(self) -> torch.Tensor | None:
         return self.ends_of_segments(self.states[0], self.h0, 0)
+
+    def midway_states(self) -> torch.Tensor:
+        """In float64, as the forward has them: of items of one chunk or none there is none."""
+        rows = -(-self.V // self.run.rows) * self.run.rows
+        found = self.nan(self.places * self.run.midway, HV, rows, TILE, dtype=torch.float64)
+        for segment in self.kernels.segments(self.run.L):
+            if len(segment.chunks) > 1 and self.run.midway:
+                slot, _, _ = segment.chunks[len(segment.chunks) // 2]
+                for head in range(HV):
+                    found[segment.place, head] = self.kernels.in_tiles(self.states[0][slot, head])[:rows]
+        return found
 
     def final_gradients(self) -> torch.Tensor | None:
         return self.ends_of_segments(self.gradients[0], self.dht, -1)
@@ -270,38 +283,58 @@ ONE_STATE = [
 ]
 
 
-@pytest.mark.parametrize("run", SCANS + NARROW + ONE_STATE, ids=str)
+# Of these the state in the middle is kept.
+MIDWAY = [
+    Run(midway=True),
+    Run("decaying", midway=True, ends=False),
+    Run("reset", L=2, midway=True, v_first=True),
+    Run("open", rows=64, midway=True),
+]
+
+
+@pytest.mark.parametrize("run", SCANS + NARROW + ONE_STATE + MIDWAY, ids=str)
 def test_register_state_forward(run: Run) -> None:
     scan, scale = Scan(run), run.K**-0.5
+    midway = torch.full_like(scan.midway_states(), math.nan).float()
     o, final_state = torch.full_like(scan.v, math.nan), scan.nan_states()
     scan.launch(
-        "register_state_forward", scan.q, scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), o, final_state, scale,
-        math.log2(scale), run.L, BLOCKS, has_final_state=True,
+        "register_state_forward", scan.q, scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), o, final_state, midway,
+        scale, math.log2(scale), run.L, BLOCKS, has_final_state=True,
     )  # fmt: skip
     expected_o, expected_state = oracle(scan.call, by_chunk=True)
     scan.check("tokens", 4.5e-3, o, expected_o)
     scan.check("sequences", 4e-3, final_state, expected_state)
     scan.check_tail(o)
+    if run.midway:
+        check_places(midway, scan.midway_states(), 3e-3)
 
 
 # Their chunks go in bands.
 BANDED = [Run(bands=2), Run("decaying", bands=3, ends=False), Run("reset", L=2, bands=2, v_first=True)]
+FROM_MIDWAY = [replace(run, bands=2) for run in MIDWAY if run.rows == 128]
 
 
-@pytest.mark.parametrize("run", SCANS + BANDED, ids=str)
+@pytest.mark.parametrize("run", SCANS + BANDED + FROM_MIDWAY, ids=str)
 def test_register_state_scan(run: Run) -> None:
     scan = Scan(run)
+    midway = scan.midway_states()
+    at_first = scan.initial_states()
+    if run.midway and at_first is not None:          # is not looked at where a band begins midway
+        known = [segment.place for segment in scan.kernels.segments(run.L) if len(segment.chunks) > 1]
+        at_first = at_first.clone().index_fill_(0, torch.tensor(known), math.nan)
     of_rows = scan.nan(scan.rows, HV, run.V, K), scan.nan(scan.rows, HV, C, run.V)
     found, where = [torch.full_like(x, math.nan) for x in scan.states], {}
+    listed, counts = torch.empty(scan.rows, COLUMNS, dtype=torch.int32), torch.zeros(run.bands, dtype=torch.int32)
     for band in range(run.bands):
-        listed = torch.zeros(scan.rows, COLUMNS, dtype=torch.int32)
         scan.launch(
-            "register_state_scan", scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states(), *of_rows, listed, run.L,
-            run.bands, band, 0, BLOCKS,
+            "register_state_scan", scan.k, scan.v, scan.Ab, *scan.gates, scan.initial_states() if band else at_first,
+            midway.float(), *of_rows, listed, counts, run.L, run.bands, band, 0, BLOCKS,
         )  # fmt: skip
         rows = scan.rows_of(band)
-        assert {row for row in range(scan.rows) if listed[row, VALID] > 0} == {*rows.values()}
-        where |= {slot: listed[row].tolist() for slot, row in rows.items()}
+        of_band = {entry[SLOT]: entry for entry in listed[: counts[band]].tolist()}
+        assert {slot: at for slot, (at, *_) in of_band.items()} == rows
+        assert len(of_band) == counts[band]
+        where |= {slot: entry for slot, (_, *entry) in of_band.items()}
         for given, actual in zip(of_rows, found, strict=True):
             scan.to_slots(band, given, actual)
     chunks = [chunk for chunks in scan.kernels.sequences for chunk in chunks]
@@ -411,10 +444,13 @@ def test_warpgroup_gradients(run: Run) -> None:
     found = [torch.full_like(x, math.nan) for x in (scan.q, scan.k, scan.g, scan.beta)]
     expected = [torch.zeros_like(x).double() for x in found]
     scan.kernels.chunk_gradients(*(x.double() for x in inputs), g_sum, beta_chunks, None, *expected, SCALE)
-    listed = torch.zeros(scan.slots, COLUMNS, dtype=torch.int32)
+    listed, counts = torch.empty(scan.slots, COLUMNS, dtype=torch.int32), torch.zeros(run.bands, dtype=torch.int32)
     for slot, row, at in (chunk for chunks in scan.kernels.sequences for chunk in chunks):
-        listed[slot] = torch.tensor([slot, row, at.start, at.stop - at.start])
-    scan.launch("warpgroup_gradients", *inputs, g_sum, beta_chunks, scan.cu_seqlens, listed, *found, SCALE, BLOCKS)
+        listed[counts[0]] = torch.tensor([slot, slot, row, at.start, at.stop - at.start])
+        counts += 1
+    scan.launch(
+        "warpgroup_gradients", *inputs, g_sum, beta_chunks, scan.cu_seqlens, listed, counts, *found, SCALE, 0, BLOCKS
+    )
     # Nothing is rounded for dg, but after a reset sums of gates are 2e-4 off. dbeta is divided by beta in bf16.
     for actual, exact, bound in zip(found, expected, (3e-3, 3e-3, 5e-4, 4.5e-3), strict=True):
         scan.check("tokens", bound, actual, exact)

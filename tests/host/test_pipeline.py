@@ -11,8 +11,11 @@ from cases import Case, arguments
 from qla_jit import kernel_cache, select
 from qla_jit.device import GpuInfo
 from qla_jit.kernel_templates.arch import SM90A
-from qla_jit.ops import pipeline
+from qla_jit.kernel_templates.macros.segments import place_count
+from qla_jit.ops import operands, pipeline
 from qla_jit.ops.inputs import check_inputs
+from qla_jit.ops.kept import Wanted
+from qla_jit.ops.results import WHOLE_SEQUENCES
 
 
 @pytest.fixture
@@ -55,9 +58,29 @@ def test_segments_are_as_long_as_the_caller_says(launches: list) -> None:
     for strategy, lengths in (("split", {4}), ("fused", {0})):
         launches.clear()
         with select.override(strategy):
-            result = pipeline.forward(inputs, split=4)
+            result = pipeline.forward(inputs, Wanted(split=4))
         assert {values["chunks_per_segment"] for _, values in launches if "chunks_per_segment" in values} == lengths
         assert (result.segments and result.segments.segments.L) == (4 if strategy == "split" else None)
+
+
+@pytest.mark.parametrize(("strategy", "rows"), [("fused", 128), ("fused_halves", 64), ("split", 128)])
+def test_states_midway_are_kept_if_they_are_wanted_of_these_segments(strategy: str, rows: int, launches: list) -> None:
+    inputs = check_inputs(**arguments(Case(H=2, HV=8, K=128, V=128, lengths=(300, 700), dtype=torch.bfloat16)))
+    L = 4 if strategy == "split" else WHOLE_SEQUENCES
+    for wanted in (None, L, L + 1):
+        launches.clear()
+        with select.override(strategy, split=4 if strategy == "split" else None):
+            midway = pipeline.forward(inputs, Wanted(midway=wanted)).midway
+        name, last = launches[-1]
+        assert name == "register_state_forward"
+        if wanted == L:
+            places = place_count(operands.slots_of(inputs), 2, L) if L else 2
+            assert midway.L == L
+            assert last["midway"] is midway.states
+            assert midway.states.shape == (places, 8, 128, 128)
+        else:
+            assert midway is None
+            assert last["midway"].shape == (0, 8, 128, 128)
 
 
 def test_what_goes_between_segments_is_in_whole_tiles(launches: list) -> None:

@@ -77,8 +77,9 @@ def configs(kernel: str) -> Iterator[dict[str, Any]]:
 
 
 def traced(
-    kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int, bands: int = 1, band: int = 0, early: int = 0
-) -> Trace:
+    kernel: str, config: dict[str, Any], lengths: tuple[int, ...], L: int, bands: int = 1, band: int = 0, early: int = 0,
+    midway: bool = False,
+) -> Trace:  # fmt: skip
     template, problem, by_segments = KERNELS[kernel]
     starts = [0, *itertools.accumulate(lengths)]
     N, tokens = len(lengths), starts[-1] + 10
@@ -86,13 +87,13 @@ def traced(
     places = slots // L + N if by_segments else N
     segments = [max(-(-length // (C * L)), 1) for length in lengths] if by_segments else []
     before = [0, *itertools.accumulate(segments)]
-    listed = listed_chunks(starts, slots, C)
+    listed = listed_chunks(starts, C)
     warpgroups, by_chunk = WARPGROUPS, {}
     if "rows" in problem:
         warpgroups = ["state 0", "aux"]
     if template == "warpgroup_gradients":
         warpgroups = ["scores", "queries", "keys"]
-        read = [listed[item // problem["H"]][1:] for item in range(BLOCK, slots * problem["H"], BLOCKS)]
+        read = [listed[item // problem["H"]][2:] for item in range(BLOCK, len(listed) * problem["H"], BLOCKS)]
         by_chunk = dict(rows_apart=["sums"], numbers=dict(place=lambda: itertools.chain(*read)))
     return trace(
         template,
@@ -101,10 +102,10 @@ def traced(
         agents_of(warpgroups),
         sizes=dict(
             B=1, tokens=tokens, slots=slots, bounds=N + 1, places=places, rows=row_count(slots, places, bands),
-            carried_places=places,
+            carried_places=places, midway_places=places * midway, bands=bands, bands_counted=bands,
         ),
         tensors=dict(
-            cu_seqlens=starts.__getitem__, listed=lambda row, which: listed[row][which],
+            cu_seqlens=starts.__getitem__, listed=lambda number, which: listed[number][which], counts=lambda band: len(listed),
             segments_before=before.__getitem__, warm_chunks=lambda place, head: -1 if head else 1,
         ),
         scalars=dict(scale=0.5, log2_scale=-1.0, chunks_per_segment=L, bands=bands, band=band, early=early, blocks=BLOCKS),
@@ -137,6 +138,16 @@ def test_shared_tiles_are_never_in_use_twice_where_chunks_go_in_bands(kernel: st
     for bands in (2, 3):
         for band in range(bands):
             assert check(traced(kernel, config, lengths, L, bands, band)) == [], f"band {band} of {bands}"
+
+
+WITH_MIDWAY = ("forward", "forward-narrow", "forward-64", "forward-split", "states", "states-split")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("kernel", WITH_MIDWAY)
+def test_shared_tiles_are_never_in_use_twice_where_a_state_is_kept_midway(kernel: str, lengths: tuple[int, ...]) -> None:
+    L, config = 4 if KERNELS[kernel][2] else L_WHOLE, next(configs(kernel))
+    assert check(traced(kernel, config, lengths, L, bands=2, midway=True)) == []
 
 
 # Who waits for the kernel before, where not all do: the others need nothing of it.
