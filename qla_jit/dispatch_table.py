@@ -49,7 +49,7 @@ def dispatch_table() -> dict[str, str]:
     """
     table = {f"kernel {request}": kernel.digest for request, kernel in kernel_cache.loaded().items()}
     for (facts, override, extents, to_split), kernels in pipeline.resolved().items():
-        table[f"forward {_told(facts, override, extents)}{' to be split' * to_split}"] = _decision(kernels)
+        table[f"forward {_told(facts, override, extents)}{' to be split' * to_split}"] = _decision(kernels.dispatch)
     for (facts, override, extents), gradients in backward.resolved().items():
         decision = "the reference" if gradients is None else _decision(gradients.dispatch)
         table[f"backward {_told(facts, override, extents)}"] = decision
@@ -141,9 +141,10 @@ def _canonical(table: Mapping[str, str]) -> bytes:
     return json.dumps(table, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _decision(way: pipeline.Kernels | Dispatch) -> str:
-    split = "whole sequences" if way.split is None else f"segments of {way.split} chunks"
-    return f"{way.strategy}, {split}: " + "; ".join(f"{step} {request.config}" for step, request in way.requests.items())
+def _decision(dispatch: Dispatch) -> str:
+    split = "whole sequences" if dispatch.split is None else f"segments of {dispatch.split} chunks"
+    configs = "; ".join(f"{step} {request.config}" for step, request in dispatch.requests.items())
+    return f"{dispatch.strategy}, {split}: {configs}"
 
 
 def _told(facts: CallFacts, override: Override, extents: Extents) -> str:

@@ -76,8 +76,21 @@ class Dispatch:
     requests: Mapping[str, CompileRequest]       # the kernels by step, in launch order
     facts: CallFacts                             # the call, in chunks of the size that the kernels are for
     split: int | None = None                     # chunks per segment; None: whole sequences
+    split_for: int | None = None                 # chunks of the longest sequence that a cost model took it for; None: it is given
     source: Literal["override", "user", "directory", "shipped", "default"] = "default"
     considered: Considered | None = None         # the record that decided, also where it says that the default is best
+
+    def segment_length(self, extents: Extents) -> int:
+        """Chunks per segment of a call, where sequences are split: those of all sequences without a split.
+
+        A cost model decides how many segments the longest sequence shall have, and calls that are looked up together with the
+        sizes it was asked for have somewhat more or fewer chunks."""
+        if self.split is None:
+            return extents.chunks
+        if self.split_for is None:
+            return self.split
+        segments = -(-self.split_for // self.split)
+        return -(-extents.longest // segments)
 
     @property
     def match(self) -> Match:
@@ -165,17 +178,19 @@ def choose(
         strategy, knobs = usable[entry.candidate.strategy], entry.candidate.configs
     requests = _requests(strategy, facts, arch, knobs=knobs, configs=dict(_override.configs))
 
-    split = None
+    split = split_for = None
     if not isinstance(forced_split, EllipsisType):
         split = forced_split
     elif hardware is not None and extents is not None and facts.auto_cp:
         split, *others = strategy.splits(facts, extents, hardware.sm_count)
+        split_for = None if split is None else extents.longest
         if answer is not None and entry is not None and not _splits_as_timed(strategy, answer, entry, facts, hardware.sm_count):
             rule = entry.split_rule
             ruled = None if rule is None else rule.split(HV=facts.HV, extents=extents, sm_count=hardware.sm_count)
-            split = ruled if ruled in others else split
+            if ruled in others:
+                split, split_for = ruled, None
     source = "override" if not _override.is_empty else "default" if answer is None else answer.stored.layer
-    return Dispatch(strategy.name, requests, facts, split, source, answer)
+    return Dispatch(strategy.name, requests, facts, split, split_for, source, answer)
 
 
 def choose_backward(

@@ -33,7 +33,6 @@ from .operands import (
     planned_segments,
     prepared_keys,
     scanned_chunks,
-    segment_length,
     segment_states,
     slots_of,
     states_of_segments,
@@ -61,7 +60,7 @@ class Kernels:
     dispatch: select.Dispatch
     launch: Launch = dataclasses.field(default_factory=dict)
     bands: int | None = None             # that were asked for
-    shared_split: int | None = None      # with which a forward should split, too
+    shares: bool = False                 # segments with the forward, which is to split as it does
 
 
 _Key = tuple[CallFacts, select.Override, Extents]
@@ -96,12 +95,14 @@ def wanted_of_forward(inputs: CallInputs) -> Wanted:
     chosen = _choice_for(inputs)[1] if inputs.B * inputs.T else None
     if chosen is None:
         return Wanted()
-    split = chosen.shared_split if select.override_in_force().split is ... else None
     if inputs.facts.chunk_size != chosen.dispatch.facts.chunk_size:
-        return Wanted(split)             # chunks have other states
+        return Wanted()                  # chunks have other segments and states
     slots = slots_of(inputs)
-    L, places = _segments_of(chosen, slots, inputs.N)
-    return Wanted(split, L if bands_of(chosen, slots, places, from_midway=True) == 2 else None)
+    L, places = _segments_of(chosen, inputs, slots)
+    return Wanted(
+        split=L if chosen.shares and select.override_in_force().split is ... else None,
+        midway=L if bands_of(chosen, slots, places, from_midway=True) == 2 else None,
+    )
 
 
 def of_use(inputs: CallInputs, result: ForwardResult) -> FromForward:
@@ -120,7 +121,7 @@ def of_use(inputs: CallInputs, result: ForwardResult) -> FromForward:
 
 def _choice_for(inputs: CallInputs) -> tuple[_Key, Kernels | None]:
     """How the gradients of a call are computed, its kernels not loaded at its first time."""
-    facts, extents = inputs.facts, select.bucket(select.extents_of(inputs, plan.chunk_of_sizes(plan.BACKWARD, inputs.facts)))
+    facts, extents = inputs.facts, select.bucket(_extents_of(inputs))
     key = (facts, select.override_in_force(), extents)
     if key not in _ready:
         gpu = gpu_info(facts.device)
@@ -132,7 +133,7 @@ def _choice_for(inputs: CallInputs) -> tuple[_Key, Kernels | None]:
             L = dispatch.split
             shares = L is not None and plan.sharing_segments_pays(dispatch.facts, extents, gpu.sm_count, L)
             bands = select.override_in_force().backward_bands or settings().backward_bands
-            _ready[key] = Kernels(dispatch, bands=bands, shared_split=L if shares else None)
+            _ready[key] = Kernels(dispatch, bands=bands, shares=shares)
     return key, _ready[key]
 
 
@@ -267,7 +268,7 @@ def _registers(
     kept: FromForward,
 ) -> Iterator[ScannedGradients]:
     launch, slots = kernels.launch, slots_of(inputs)
-    L, places = _segments_of(kernels, slots, inputs.N)
+    L, places = _segments_of(kernels, inputs, slots)
     is_split = L != WHOLE_SEQUENCES
     known = _kept_midway(kept, L)
     bands = bands_of(kernels, slots, places, from_midway=known is not None)
@@ -322,7 +323,7 @@ def _inverses_and_segments(
 ) -> tuple[torch.Tensor, SegmentStates | None]:
     """Those of the forward where it kept them, else made here; no segments where sequences are whole."""
     launch, segments = kernels.launch, None
-    Ab, found = _kept_inverses(inputs, kept), _kept_segments(kernels, inputs, kept)
+    Ab, found = _kept_inverses(inputs, kept), _kept_segments(kernels, kept, L)
     if "segment_plan" in launch and found is None:
         segments = planned_segments(launch, inputs, L)
     if Ab is None:
@@ -332,12 +333,12 @@ def _inverses_and_segments(
     return Ab, found
 
 
-def _kept_segments(kernels: Kernels, inputs: CallInputs, kept: FromForward) -> SegmentStates | None:
+def _kept_segments(kernels: Kernels, kept: FromForward, L: int) -> SegmentStates | None:
     """Those of the forward, if they are as long as those of the backward. Both have chunks of 64, as all kernels of segments."""
     found = kept.segments.take()
     if found is None or "segment_plan" not in kernels.launch:
         return None
-    return found if segment_length(kernels.dispatch.split, slots_of(inputs)) == found.segments.L else None
+    return found if found.segments.L == L else None
 
 
 def _kept_midway(kept: FromForward, L: int) -> torch.Tensor | None:
@@ -346,12 +347,17 @@ def _kept_midway(kept: FromForward, L: int) -> torch.Tensor | None:
     return None if found is None or found.L != L else found.states
 
 
-def _segments_of(kernels: Kernels, slots: int, sequences: int) -> tuple[int, int]:
-    """Chunks per segment and places of them; those of sequences where they are whole."""
+def _segments_of(kernels: Kernels, inputs: CallInputs, slots: int) -> tuple[int, int]:
+    """Chunks per segment and places of them; those of sequences where they are whole. slots: of the chunks of the backward."""
     if "segment_plan" not in kernels.dispatch.requests:
-        return WHOLE_SEQUENCES, sequences
-    L = segment_length(kernels.dispatch.split, slots)
-    return L, place_count(slots, sequences, L)
+        return WHOLE_SEQUENCES, inputs.N
+    L = kernels.dispatch.segment_length(_extents_of(inputs))
+    return L, place_count(slots, inputs.N, L)
+
+
+def _extents_of(inputs: CallInputs) -> Extents:
+    """In chunks of the backward."""
+    return select.extents_of(inputs, plan.chunk_of_sizes(plan.BACKWARD, inputs.facts))
 
 
 def _kept_inverses(inputs: CallInputs, kept: FromForward) -> torch.Tensor | None:

@@ -119,11 +119,6 @@ def segment_states(
     return SegmentStates(segments, transfers, states)
 
 
-def segment_length(split: int | None, slots: int) -> int:
-    """Chunks per segment of a split; None: a segment for every sequence."""
-    return slots if split is None else split
-
-
 def planned_segments(launch: dict[str, Callable[..., None]], inputs: CallInputs, L: int) -> Segments:
     """Sequences in segments of L chunks."""
     places = place_count(slots_of(inputs), inputs.N, L)

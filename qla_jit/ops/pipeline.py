@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -24,7 +24,6 @@ from .operands import (
     planned_segments,
     prepared_keys,
     scanned_chunks,
-    segment_length,
     segment_states,
     slots_of,
     with_float_parameters,
@@ -35,12 +34,10 @@ from .results import WHOLE_SEQUENCES, ForwardResult, MidwayStates
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The chosen strategy, and the entry points of its kernels by step."""
+    """How a call is computed, and the entry points of its kernels by step."""
 
-    strategy: str
+    dispatch: select.Dispatch
     launch: dict[str, Callable[..., None]]
-    split: int | None                    # chunks per segment; None: whole sequences
-    requests: Mapping[str, CompileRequest]
 
 
 NOTHING_WANTED = Wanted()
@@ -62,7 +59,7 @@ def kernels_for(inputs: CallInputs, *, to_split: bool = False) -> Kernels:
         with told_on_a_miss(lambda: build_command_of_call(facts, gpu_info(facts.device))):
             loaded = kernel_cache.get(needed)[: len(dispatch.requests)]
         entries = {step: kernel.launch for step, kernel in zip(dispatch.requests, loaded, strict=True)}
-        kernels = _ready[key] = Kernels(dispatch.strategy, entries, dispatch.split, dispatch.requests)
+        kernels = _ready[key] = Kernels(dispatch, entries)
     return kernels
 
 
@@ -96,10 +93,8 @@ def forward(inputs: CallInputs, wanted: Wanted = NOTHING_WANTED) -> ForwardResul
     if inputs.B * inputs.T == 0:
         return _no_tokens(inputs)
     kernels = kernels_for(inputs, to_split=wanted.split is not None)
-    if wanted.split is not None:
-        kernels = replace(kernels, split=wanted.split)
     capture.note(inputs)
-    return LAUNCHERS[kernels.strategy](kernels, with_float_parameters(inputs), wanted)
+    return LAUNCHERS[kernels.dispatch.strategy](kernels, with_float_parameters(inputs), wanted)
 
 
 def _chunked(kernels: Kernels, inputs: CallInputs, wanted: Wanted) -> ForwardResult:
@@ -129,7 +124,8 @@ def _split(kernels: Kernels, inputs: CallInputs, wanted: Wanted) -> ForwardResul
     q, k = prepared_keys(launch, inputs)
     v = aligned(inputs.v)
     slots = slots_of(inputs)
-    segments = planned_segments(launch, inputs, segment_length(kernels.split, slots))
+    L = kernels.dispatch.segment_length(select.extents_of(inputs)) if wanted.split is None else wanted.split
+    segments = planned_segments(launch, inputs, L)
     Ab = chunk_inverses(launch, inputs, k, slots, early=True)
     initial_state, final_state = _states(inputs)
     found = segment_states(launch, inputs, k, v, Ab, initial_state, segments)
@@ -162,7 +158,7 @@ def _rest_of_forward(
     facts, device = inputs.facts, inputs.facts.device
     o = torch.empty_like(v)
     scale = abs(inputs.scale)            # the kernel works with its logarithm
-    rows = kernels.requests["register_state_forward"].problem.rows
+    rows = kernels.dispatch.requests["register_state_forward"].problem.rows
     parts = parts_of(facts.V, rows)
     states, midway = no_states(device, facts.HV, parts * rows, KEYS), None
     if wanted.midway == L:

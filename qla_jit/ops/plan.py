@@ -29,9 +29,10 @@ from ..kernel_templates.arch import Arch
 from ..kernel_templates.contract import Rejection, Template
 from ..kernel_templates.macros.register_roles import HALF, ROWS, parts_of
 from ..kernel_templates.macros.segments import place_count
+from . import splits
 from .inputs import CallFacts
 from .operands import transfers_shape
-from .splits import SEGMENTS, Items, best_backward_split, best_split, halves_are_faster, sharing_pays
+from .splits import Sizes, best_backward_split, best_split
 
 # Those that a forward alone has no use for: a fifth of what its first call would import.
 chunk_gradients = Later("kernel_templates.chunk_gradients")
@@ -309,40 +310,39 @@ def chunk_gradient_steps(facts: CallFacts, *, states_v_first: bool) -> dict[str,
     return steps
 
 
-# (items of each sequence, chunks of the longest, of all, sequences, SMs) to chunks per segment; see splits.py.
-CostModel = Callable[[Items, int, int, int, int], int | None]
+CostModel = Callable[[Sizes], int | None]        # chunks per segment
+
+# Those that the tuner tries beside what a cost model takes, and can tell by a rule.
+SEGMENTS = tuple(2**power for power in range(2, 12))
 
 
 def segment_lengths(
     facts: CallFacts, extents: Extents, sm_count: int, *, model: CostModel = best_split
 ) -> tuple[int | None, ...]:
-    best = _best_split(model, facts, extents, sm_count)
+    best = model(sizes_of(facts, extents, sm_count))
     return tuple(dict.fromkeys((best, *(L for L in SEGMENTS if extents.longest > L), None)))
 
 
 def split_pays(facts: CallFacts, extents: Extents, sm_count: int, *, model: CostModel = best_split) -> bool:
-    L = _best_split(model, facts, extents, sm_count)
+    L = model(sizes_of(facts, extents, sm_count))
     if not facts.auto_cp or L is None:
         return False
     places = place_count(extents.chunks, extents.sequences, L)
     return 4 * math.prod(transfers_shape(facts, places)) <= TRANSFER_BYTES
 
 
-def _best_split(model: CostModel, facts: CallFacts, extents: Extents, sm_count: int) -> int | None:
-    return model(items_of(facts), extents.longest, extents.chunks, extents.sequences, sm_count)
-
-
 def sharing_segments_pays(facts: CallFacts, extents: Extents, sm_count: int, L: int) -> bool:
     """Whether a forward should be split as its backward is, in segments of L chunks."""
-    return sharing_pays(items_of(facts), extents.longest, extents.chunks, extents.sequences, sm_count, L)
+    return splits.sharing_pays(sizes_of(facts, extents, sm_count), L)
 
 
 def halves_pay(facts: CallFacts, extents: Extents, sm_count: int) -> bool:
-    return halves_are_faster(items_of(facts), extents.longest, extents.chunks, extents.sequences, sm_count)
+    return splits.halves_are_faster(sizes_of(facts, extents, sm_count))
 
 
-def items_of(facts: CallFacts) -> Items:
-    return Items(facts.HV * parts_of(facts.V), facts.HV * parts_of(facts.V, HALF))
+def sizes_of(facts: CallFacts, extents: Extents, sm_count: int) -> Sizes:
+    wide, halves = (facts.HV * parts_of(facts.V, rows) for rows in (ROWS, HALF))
+    return Sizes(wide, halves, extents.longest, extents.chunks, extents.sequences, sm_count)
 
 
 def templates_cover(steps: Callable[[CallFacts], dict[str, Step]]) -> Callable[[CallFacts, Arch], Rejection | None]:

@@ -183,7 +183,7 @@ def test_what_the_forward_found_out_about_segments_is_taken(gates: str, run: Cal
     inputs = check_inputs(**arguments(replace(BASE, gates=gates)))
     do, dht = cotangents(inputs)
     for split in (1, 2, None):
-        L = operands.segment_length(split, operands.slots_of(inputs))
+        L = select.Dispatch("registers_split", {}, inputs.facts, split).segment_length(select.extents_of(inputs))
         found = run(
             inputs, do, dht, strategy="registers_split", split=split, segments=segments_of_a_forward(inputs, L),
             without=OF_SEGMENTS,

@@ -118,8 +118,10 @@ def test_another_choice_of_config_counts_even_where_both_kernels_are_loaded(monk
     pipeline.kernels_for(call())
     one = dispatch_digest()
     ((key, kernels),) = pipeline._ready.items()
-    other = {step: select.CompileRequest(r.template, r.problem, "another config", r.arch) for step, r in kernels.requests.items()}
-    monkeypatch.setitem(pipeline._ready, key, pipeline.Kernels(kernels.strategy, kernels.launch, kernels.split, other))
+    dispatch = kernels.dispatch
+    requests = dispatch.requests.items()
+    other = {step: select.CompileRequest(r.template, r.problem, "another config", r.arch) for step, r in requests}
+    monkeypatch.setitem(pipeline._ready, key, pipeline.Kernels(dataclasses.replace(dispatch, requests=other), kernels.launch))
     assert dispatch_digest() != one
 
 

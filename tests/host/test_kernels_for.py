@@ -66,5 +66,5 @@ def test_an_override_holds_for_its_block_only():
 
 def test_the_split_comes_with_the_kernels():
     with select.override(split=16):
-        assert pipeline.kernels_for(call(4096)).split == 16
-    assert pipeline.kernels_for(call(4096)).split is None
+        assert pipeline.kernels_for(call(4096)).dispatch.split == 16
+    assert pipeline.kernels_for(call(4096)).dispatch.split is None

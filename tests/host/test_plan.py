@@ -12,7 +12,19 @@ from qla_jit.kernel_templates.arch import ARCHES, SM90A
 from qla_jit.ops.inputs import CallFacts, check_inputs
 from qla_jit.ops.pipeline import LAUNCHERS
 from qla_jit.ops.plan import STRATEGIES, Extents, segment_lengths, split_pays, strategies_for
-from qla_jit.ops.splits import Items, best_split, halves_us, split_us, wide_us
+from qla_jit.ops.splits import (
+    MARGIN,
+    MOST_TURNS,
+    SHORTEST,
+    Sizes,
+    best_split,
+    best_whole_us,
+    busiest_block,
+    halves_us,
+    lengths_to_try,
+    split_us,
+    wide_us,
+)
 from qla_jit.tuning_records import Hardware
 
 H200 = Hardware(arch="sm_90a", sm_count=132, l2_bytes=60 * 2**20)
@@ -111,7 +123,67 @@ def test_segment_lengths_begin_with_the_default_and_hold_none_once(longest: int)
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("chunks", [16, 512])
 def test_the_best_split_is_expected_to_pay(rows: int, chunks: int) -> None:
-    items, sizes = Items(rows, 2 * rows), (chunks, chunks, 1)
-    L = best_split(items, *sizes, 132)
+    sizes = Sizes(rows, 2 * rows, chunks, chunks, 1, 132)
+    L = best_split(sizes)
     if L is not None:
-        assert split_us(rows, *sizes, L, 132) < min(wide_us(items, *sizes, 132), halves_us(items, *sizes, 132))
+        assert split_us(sizes, L) < MARGIN * best_whole_us(sizes)
+
+
+@pytest.mark.parametrize(
+    ("HV", "longest", "chunks", "sequences", "wide", "halves", "split"),
+    [                                    # microseconds; docs/performance.md
+        (8, 512, 512, 1, 951, 705, (32, 169)),
+        (16, 313, 313, 1, 602, None, (40, 196)),
+        (24, 128, 128, 1, 255, 192, (26, 134)),
+        (32, 313, 313, 1, 656, None, (40, 349)),
+        (48, 64, 64, 1, 144, 109, None),
+        (64, 64, 512, 8, 736, None, None),
+    ],
+)
+def test_measured_forwards_are_expected_as_they_are(
+    HV: int, longest: int, chunks: int, sequences: int, wide: float, halves: float | None, split: tuple[int, float] | None
+) -> None:
+    sizes = Sizes(HV, 2 * HV, longest, chunks, sequences, 132)
+    assert wide_us(sizes) == pytest.approx(wide, rel=0.06)
+    if halves is not None:
+        assert halves_us(sizes) == pytest.approx(halves, rel=0.06)
+    if split is not None:
+        L, us = split
+        assert split_us(sizes, L) == pytest.approx(us, rel=0.06)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("rows", [2, 24, 64])
+@pytest.mark.parametrize("longest", [1, 7, 8, 100, 313, 16384])
+def test_lengths_to_try_are_the_shortest_for_their_number_of_segments(longest: int, rows: int, sequences: int) -> None:
+    sizes = Sizes(rows, 2 * rows, longest, longest * sequences, sequences, 132)
+    lengths = list(lengths_to_try(sizes))
+    assert lengths == sorted(set(lengths), reverse=True)
+    for L in lengths:
+        segments = -(-longest // L)
+        assert -(-longest // segments) == L
+        assert SHORTEST <= L < longest
+        assert busiest_block(sizes, L) <= MOST_TURNS
+    enough = [k for k in range(2, longest // SHORTEST + 1) if busiest_block(sizes, -(-longest // k)) <= MOST_TURNS]
+    assert {-(-longest // k) for k in enough} == set(lengths)
+
+
+def test_a_split_fills_the_gpu_with_any_number_of_heads_and_tokens() -> None:
+    """In segments of a power of two chunks 24 heads of 512 chunks were 96 or 192 items for 132 SMs."""
+    for HV, chunks in ((24, 512), (16, 313), (8, 625)):
+        strategy, L = chosen(HV, select.bucket(Extents(chunks, chunks, 1)).longest)
+        assert strategy == "split"
+        turns = HV * -(-chunks // L) / 132
+        assert turns / -(-HV * -(-chunks // L) // 132) > 0.85
+
+
+def test_calls_that_are_looked_up_together_have_as_many_segments() -> None:
+    facts = facts_of(HV=16)
+    sizes = [Extents(chunks, chunks, 1) for chunks in range(287, 351)]          # next to 320
+    (bucket,) = set(map(select.bucket, sizes))
+    dispatch = select.choose(facts, SM90A, hardware=H200, extents=bucket)
+    segments = {-(-extents.longest // dispatch.segment_length(extents)) for extents in sizes}
+    assert segments == {-(-bucket.longest // dispatch.split)}
+    with select.override(split=32):
+        given = select.choose(facts, SM90A, hardware=H200, extents=bucket)
+    assert {given.segment_length(extents) for extents in sizes} == {32}

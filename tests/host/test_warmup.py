@@ -73,7 +73,8 @@ def strategies_of_calls(ready, asked, shape, **kinds):
     strategies = set()
     for T, with_state, final_state in itertools.product(LENGTHS, (False, True), (False, True)):
         del asked[:]
-        strategies.add(pipeline.kernels_for(call(shape, T, with_state=with_state, final_state=final_state, **kinds)).strategy)
+        inputs = call(shape, T, with_state=with_state, final_state=final_state, **kinds)
+        strategies.add(pipeline.kernels_for(inputs).dispatch.strategy)
         (needed,) = asked
         assert needed <= ready, {str(request) for request in needed - ready}
     return strategies
