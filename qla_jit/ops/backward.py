@@ -270,7 +270,7 @@ def _registers(
     launch, slots = kernels.launch, slots_of(inputs)
     L, places = _segments_of(kernels, inputs, slots)
     is_split = L != WHOLE_SEQUENCES
-    known = _kept_midway(kept, L)
+    known = _kept_midway(kept, L, places)
     bands = bands_of(kernels, slots, places, from_midway=known is not None)
     initial_state, dh0 = _initial_state(inputs)
     rows = row_count(slots, places, bands)
@@ -341,10 +341,10 @@ def _kept_segments(kernels: Kernels, kept: FromForward, L: int) -> SegmentStates
     return found if found.segments.L == L else None
 
 
-def _kept_midway(kept: FromForward, L: int) -> torch.Tensor | None:
+def _kept_midway(kept: FromForward, L: int, places: int) -> torch.Tensor | None:
     """The states midway, if the forward kept those of segments of this length."""
     found = kept.midway.take()
-    return None if found is None or found.L != L else found.states
+    return None if found is None or (found.L, len(found.states)) != (L, places) else found.states
 
 
 def _segments_of(kernels: Kernels, inputs: CallInputs, slots: int) -> tuple[int, int]:

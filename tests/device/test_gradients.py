@@ -167,6 +167,7 @@ def compiled_together() -> None:
     both = [base, base | {"output_final_state": False}, in_kernel, equal]
     wanted = [(arguments(case, device="cuda"), name, False) for case in CASES for name in strategies_of(case)]
     wanted += [(arguments(case, device="cuda"), "registers_split", False) for case in SPLIT_CASES]
+    wanted += [(arguments(case, device="cuda"), name, True) for case in BANDED_CASES for name in ("registers", "registers_split")]
     wanted += [(base | {"cu_seqlens": base["cu_seqlens"].long()}, name, False) for name in FORWARD]
     wanted += [(call, name, True) for call in both for name in FORWARD]
     wanted += [(call_with(flags, allow_neg_eigval=neg), usual_strategy(), True) for flags, neg in FLAG_CALLS]

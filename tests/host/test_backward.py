@@ -11,6 +11,7 @@ from backward_kernels import BETA_FLOOR, H200, OF_SEGMENTS, STEPS, Kernels, cota
 from cases import BETAS, GATES, Case, arguments, relative_l2
 
 from qla_jit import select
+from qla_jit.kernel_templates.macros.segments import place_count
 from qla_jit.ops import backward, fallback, operands, plan
 from qla_jit.ops.inputs import CallInputs, check_inputs
 from qla_jit.ops.kept import FromForward
@@ -202,7 +203,7 @@ def test_the_first_of_two_bands_begins_with_what_the_forward_kept_midway(
     midway = midway_of_a_forward(inputs, L, chunk_size=16)
     options = dict(strategy=strategy, chunk_size=16, split=split, bands=2)
     check(run(inputs, do, dht, **options, midway=midway), fallback.backward(inputs, do, dht), inputs)
-    for other in (MidwayStates(L + 1, midway.states), None):
+    for other in (MidwayStates(L + 1, midway.states), MidwayStates(L, midway.states[1:]), None):
         check(run(inputs, do, dht, **options, midway=other), fallback.backward(inputs, do, dht), inputs)
     wrong = run(inputs, do, dht, **options, midway=MidwayStates(L, 2 * midway.states))
     is_used = any(len(segment.chunks) > 1 for segment in Kernels(with_chunks_of(inputs, 16), strategy).segments(L))
@@ -223,7 +224,8 @@ def midway_of_a_forward(inputs: CallInputs, L: int, *, chunk_size: int) -> Midwa
     v_new = torch.empty(slots, facts.HV, chunk_size, facts.V, dtype=torch.float64)
     kernels.state_scan(inputs.k, inputs.v, A, g_sum, None, inputs.initial_state, states, v_new, None)
     segments = list(kernels.segments(L))
-    found = torch.empty(segments[-1].place + 1, facts.HV, facts.V, facts.K, dtype=torch.float64)
+    places = place_count(slots, inputs.N, L) if L else inputs.N
+    found = torch.empty(places, facts.HV, facts.V, facts.K, dtype=torch.float64)
     for segment in segments:
         if len(segment.chunks) > 1:
             found[segment.place] = states[segment.chunks[len(segment.chunks) // 2][0]].mT
