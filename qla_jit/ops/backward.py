@@ -60,7 +60,6 @@ class Kernels:
     dispatch: select.Dispatch
     launch: Launch = dataclasses.field(default_factory=dict)
     bands: int | None = None             # that were asked for
-    shares: bool = False                 # segments with the forward, which is to split as it does
 
 
 _Key = tuple[CallFacts, select.Override, Extents]
@@ -90,8 +89,8 @@ def kernels_for(inputs: CallInputs, together_with: Callable[[], Sequence[Compile
 
 
 def wanted_of_forward(inputs: CallInputs) -> Wanted:
-    """What a forward should find out that the gradients of the call need to know too: about segments, unless that costs more or
-    an override has said how the forward splits; and the states midway, where chunks go in two bands. Compiles nothing."""
+    """What a forward should find out that the gradients of the call need to know too: about segments, unless an override has said
+    how the forward splits; and the states midway, where chunks go in two bands. Compiles nothing."""
     chosen = _choice_for(inputs)[1] if inputs.B * inputs.T else None
     if chosen is None:
         return Wanted()
@@ -100,7 +99,7 @@ def wanted_of_forward(inputs: CallInputs) -> Wanted:
     slots = slots_of(inputs)
     L, places = _segments_of(chosen, inputs, slots)
     return Wanted(
-        split=L if chosen.shares and select.override_in_force().split is ... else None,
+        split=L if L != WHOLE_SEQUENCES and select.override_in_force().split is ... else None,
         midway=L if bands_of(chosen, slots, places, from_midway=True) == 2 else None,
     )
 
@@ -130,10 +129,8 @@ def _choice_for(inputs: CallInputs) -> tuple[_Key, Kernels | None]:
         except UnsupportedError:
             _ready[key] = None
         else:
-            L = dispatch.split
-            shares = L is not None and plan.sharing_segments_pays(dispatch.facts, extents, gpu.sm_count, L)
             bands = select.override_in_force().backward_bands or settings().backward_bands
-            _ready[key] = Kernels(dispatch, bands=bands, shares=shares)
+            _ready[key] = Kernels(dispatch, bands=bands)
     return key, _ready[key]
 
 

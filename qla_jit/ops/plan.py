@@ -331,11 +331,6 @@ def split_pays(facts: CallFacts, extents: Extents, sm_count: int, *, model: Cost
     return 4 * math.prod(transfers_shape(facts, places)) <= TRANSFER_BYTES
 
 
-def sharing_segments_pays(facts: CallFacts, extents: Extents, sm_count: int, L: int) -> bool:
-    """Whether a forward should be split as its backward is, in segments of L chunks."""
-    return splits.sharing_pays(sizes_of(facts, extents, sm_count), L)
-
-
 def halves_pay(facts: CallFacts, extents: Extents, sm_count: int) -> bool:
     return splits.halves_are_faster(sizes_of(facts, extents, sm_count))
 

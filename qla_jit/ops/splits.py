@@ -35,16 +35,16 @@ MARGIN = 0.97                            # a split has to be so much faster than
 EXACT_SHARE, WARM_CHUNKS = 0.25, 4
 
 # The scans of the backward likewise (docs/performance.md): register_state_scan, register_gradient_scan, and its pass before. What
-# goes with segments was fitted to 61 times of eleven sizes, and with it the best of both directions together is taken at each.
-STATE_STEPS = ((0.55, 1.9), (0.85, 2.4), (1.0, 3.0))                  # up to these shares
-GRADIENT_STEPS = ((0.55, 2.66), (0.85, 3.0), (1.0, 3.5))
+# goes with segments was fitted to 61 times of eleven sizes. Of 27 others, with any lengths of segments, both directions together
+# are 0.5 % slower than the best in the mean.
+STATE_STEPS = ((0.5, 1.9), (0.72, 2.4), (0.95, 3.0))
+GRADIENT_STEPS = ((0.5, 2.66), (0.72, 3.0), (0.95, 3.5))
 # Both scans run side by side where they leave so many SMs free that memory does not slow them: over the longer one, then.
 BESIDE_SHARE, BESIDE = 0.55, 1.12
 GRADIENT_ITEM = 8.0                      # both scans, beside the chunks of an item
 TRANSFER_STEP, TRANSFER_ITEM = 1.2, 10.0
-GRADIENT_BOUNDARY = 1.1                  # segment_state_gradients, and as much segment_states
+GRADIENT_BOUNDARY = 1.1                  # segment_state_gradients
 GRADIENT_SPLIT = 35.0                    # what else a split costs
-OWN_SEGMENTS = 9.0                       # three kernels more where the forward does not share what it found out
 
 SHORTEST, MOST_TURNS = 4, 8              # chunks of a segment that is worth trying, and segments of a block
 
@@ -93,8 +93,8 @@ def split_us(sizes: Sizes, L: int) -> float:
 
 
 def family_us(family: Family, chunks: int, steps: float, turns: int, sm_count: int) -> float:
-    """chunks: of all items; steps and turns: chunks and items of the block that works longest."""
-    return steps * between(family.steps, share_at_work(chunks, steps, sm_count)) + family.item * turns + family.call
+    """turns: items of the block that works longest."""
+    return chain_us(family.steps, chunks, steps, sm_count) + family.item * turns + family.call
 
 
 def whole_backward_us(sizes: Sizes) -> float:
@@ -106,18 +106,13 @@ def whole_backward_us(sizes: Sizes) -> float:
     return sum(chain_us(table, chunks, steps, sizes.sm_count) for table in tables)
 
 
-def split_backward_us(sizes: Sizes, L: int, *, shared: bool = False) -> float:
-    """Expected time of the scans of the backward with L chunks a segment, and of what goes between them.
-
-    shared: with what the forward found out about the segments.
-    """
+def split_backward_us(sizes: Sizes, L: int) -> float:
+    """Expected time of the scans of the backward with L chunks a segment, and of what goes between them, where the forward shares
+    what it found out about the segments."""
     turns = busiest_block(sizes, L)
     steps = steps_of_segments(sizes, L, turns)
     scans = sum(chain_us(table, sizes.wide * sizes.chunks, steps, sizes.sm_count) for table in (STATE_STEPS, GRADIENT_STEPS))
-    boundaries = GRADIENT_BOUNDARY * (sizes.longest / L)
-    segments = transfers_us(TRANSFER_STEP, TRANSFER_ITEM, 1, sizes, L) + boundaries
-    if not shared:
-        segments += transfers_us(SCAN_STEP, SCAN_ITEM, 2, sizes, L) + boundaries + OWN_SEGMENTS
+    segments = transfers_us(TRANSFER_STEP, TRANSFER_ITEM, 1, sizes, L) + GRADIENT_BOUNDARY * (sizes.longest / L)
     return scans + GRADIENT_ITEM * turns + segments + GRADIENT_SPLIT
 
 
@@ -147,9 +142,8 @@ def steps_of_segments(sizes: Sizes, L: int, turns: int) -> float:
 
 
 def chain_us(table: Steps, chunks: int, steps: float, sm_count: int) -> float:
-    """Time of a scan of the backward. chunks: of all items; steps: of the block that works longest."""
-    share = share_at_work(chunks, steps, sm_count)
-    return steps * next(step for limit, step in table if share <= limit)
+    """Time of a scan. chunks: of all items; steps: of the block that works longest."""
+    return steps * between(table, share_at_work(chunks, steps, sm_count))
 
 
 def share_at_work(chunks: int, steps: float, sm_count: int) -> float:
@@ -193,22 +187,10 @@ def best_split(sizes: Sizes) -> int | None:
 
 
 def best_backward_split(sizes: Sizes) -> int | None:
-    """As best_split(), of the backward. A forward that splits takes the same segments and shares what it finds out, so that it
-    is the time of both that counts."""
-    alone = forward_us(sizes)
-    costs = {L: min(both_us(sizes, L, alone, shared=shared) for shared in (True, False)) for L in lengths_to_try(sizes)}
-    return shortest(costs, MARGIN * (whole_backward_us(sizes) + alone))
-
-
-def sharing_pays(sizes: Sizes, L: int) -> bool:
-    """Whether a forward should take the segments of its backward, whatever it would do alone."""
-    alone = forward_us(sizes)
-    return both_us(sizes, L, alone, shared=True) <= both_us(sizes, L, alone, shared=False)
-
-
-def both_us(sizes: Sizes, L: int, alone: float, *, shared: bool) -> float:
-    """Expected time of a forward and of the scans of its backward with L chunks a segment. alone: forward_us(sizes)."""
-    return (split_us(sizes, L) if shared else alone) + split_backward_us(sizes, L, shared=shared)
+    """As best_split(), of the backward. A forward whose backward is split takes the same segments and shares what it finds out:
+    it is the time of both that counts."""
+    costs = {L: split_us(sizes, L) + split_backward_us(sizes, L) for L in lengths_to_try(sizes)}
+    return shortest(costs, MARGIN * (forward_us(sizes) + whole_backward_us(sizes)))
 
 
 def forward_us(sizes: Sizes) -> float:

@@ -25,7 +25,7 @@ from qla_jit.ops import autograd, backward, operands, pipeline, plan
 from qla_jit.ops.inputs import CHUNK_SIZES, CallFacts, CallInputs, check_inputs
 from qla_jit.ops.kept import FromForward, Wanted
 from qla_jit.ops.results import WHOLE_SEQUENCES, ForwardResult, MidwayStates, Segments, SegmentStates
-from qla_jit.ops.splits import Sizes, best_backward_split, both_us, forward_us, whole_backward_us
+from qla_jit.ops.splits import Sizes, best_backward_split, forward_us, split_backward_us, split_us, whole_backward_us
 from qla_jit.tuning_records import Problem, save_directory
 
 
@@ -273,10 +273,9 @@ def test_sequences_stay_whole_where_there_are_many_or_short_ones(
 @pytest.mark.parametrize("chunks", [4, 128, 512])
 def test_the_best_split_is_expected_to_pay(rows: int, chunks: int) -> None:
     sizes = Sizes(rows, 2 * rows, chunks, chunks, 1, 132)
-    alone, L = forward_us(sizes), best_backward_split(sizes)
+    L = best_backward_split(sizes)
     if L is not None:
-        both = min(both_us(sizes, L, alone, shared=shared) for shared in (True, False))
-        assert both < alone + whole_backward_us(sizes)
+        assert split_us(sizes, L) + split_backward_us(sizes, L) < forward_us(sizes) + whole_backward_us(sizes)
 
 
 def test_measured_scans_are_expected_as_they_are() -> None:
