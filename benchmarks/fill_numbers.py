@@ -33,8 +33,11 @@ NOT_MEASURED = "Not measured yet.\n"
 
 
 def main(arguments: Sequence[str]) -> int:
-    names = ("forward", "forward_open", "forward_decaying", "forward_dims", "backward", "cold_start", "scaling", "dispatch")
-    forward, forward_open, forward_decaying, other_dims, backward, cold_start, scaling, choices = (
+    names = (
+        "forward", "forward_open", "forward_decaying", "forward_cool", "forward_dims", "backward", "cold_start", "scaling",
+        "dispatch",
+    )  # fmt: skip
+    forward, forward_open, forward_decaying, forward_cool, other_dims, backward, cold_start, scaling, choices = (
         results.load(results.RESULTS / "h200" / f"{name}.json") for name in names
     )
     sections = {
@@ -42,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         "forward_table": forward_table(forward, "![Forward time by shape](forward_h200.svg)\n\n"),
         "open_summary": summary("forward", forward_open),
         "decaying_summary": summary("forward", forward_decaying),
+        "cool_summary": summary("forward", forward_cool),
         "dims_table": forward_table(other_dims),
         "backward_summary": summary("backward", backward),
         "backward_table": backward_table(backward),

@@ -5,6 +5,7 @@
     python benchmarks/forward.py --rows '16,64:*' '*:1024x8' --budget-seconds 500
     python benchmarks/forward.py --gates open             no head decays; into forward_open.json
     python benchmarks/forward.py --other-dims             other K and V than 128; into forward_dims.json
+    python benchmarks/forward.py --cool                   each replay after a pause; into forward_cool.json
 
 Results are merged into the output file after every row, so a run can be stopped and repeated: what this commit has measured
 already is skipped. docs/performance.md says how the timing works and how to read the table.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +25,7 @@ from typing import Any
 import results
 import torch
 from systems import SYSTEMS, System, strategy_of
-from timing import PROTOCOL, Budget, BudgetSpent, graph_of, interleaved_ms
+from timing import COOL_PROTOCOL, PROTOCOL, Budget, BudgetSpent, cool_ms, graph_of, interleaved_ms
 from workload import ALL_ROWS, GATES, OTHER_DIMS_ROWS, ROWS, Inputs, Row, rotated_inputs
 
 from qla_jit.device import gpu_info
@@ -37,7 +39,11 @@ Measured = Mapping[str, Mapping[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return measure_table("forward", forward_options(arguments), SYSTEMS, measure_row, EXPLAINED)
+    options = forward_options(arguments)
+    if options.cool:
+        measure = functools.partial(measure_row, times=cool_ms)
+        return measure_table("forward", options, SYSTEMS, measure, EXPLAINED, protocol=COOL_PROTOCOL)
+    return measure_table("forward", options, SYSTEMS, measure_row, EXPLAINED)
 
 
 def forward_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -45,11 +51,14 @@ def forward_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--all-rows", action="store_true", help=f"the {len(ALL_ROWS)} rows of FlashQLA's table, not {len(ROWS)}")
     which.add_argument("--other-dims", action="store_true", help=f"{len(OTHER_DIMS_ROWS)} rows of other head dims than 128")
+    which.add_argument("--cool", action="store_true", help="time a GPU that has had little to do")
     options = parse(
         parser, arguments, lambda options: ALL_ROWS if options.all_rows else OTHER_DIMS_ROWS if options.other_dims else ROWS
     )
     if options.other_dims:
         options.table = "forward_dims"
+    if options.cool:
+        options.table = "forward_cool"
     return options
 
 
@@ -59,6 +68,8 @@ def measure_table(
     known_systems: Sequence[System],
     measure_row: Callable[[Row, Sequence[System], Budget], Measured],
     explained: str,
+    *,
+    protocol: str = PROTOCOL,
 ) -> int:
     """The exit status of a benchmark: 1 if qla_jit failed on a row."""
     if not torch.cuda.is_available():
@@ -71,7 +82,7 @@ def measure_table(
     gates = "" if options.gates == "mixed" else f"_{options.gates}"
     out = options.out or results.default_path(f"{options.table}{gates}.json")
     document = results.begun(
-        out, commit=options.commit, protocol=PROTOCOL + GATES[options.gates] + explained,
+        out, commit=options.commit, protocol=protocol + GATES[options.gates] + explained,
         distributions=(system.distribution for system in known_systems),
     )  # fmt: skip
     budget = Budget(options.budget_seconds)
@@ -120,7 +131,12 @@ def run(
     return []
 
 
-def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured:
+def measure_row(
+    row: Row,
+    systems: Sequence[System],
+    budget: Budget,
+    times: Callable[[Mapping[str, tuple[torch.cuda.CUDAGraph, int]]], dict[str, float]] = interleaved_ms,
+) -> Measured:
     """Time and error of each system on one row. A library that cannot do the row is a result too."""
     cache_bytes = torch.cuda.get_device_properties().L2_cache_size
     inputs = rotated_inputs(row, device="cuda", bytes_at_least=2 * cache_bytes)
@@ -139,7 +155,7 @@ def measure_row(row: Row, systems: Sequence[System], budget: Budget) -> Measured
             measured[system.name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
             torch.cuda.synchronize()     # raises where the GPU itself is in an error state: nothing after it would be true
     del o64, state64
-    for name, ms in (interleaved_ms(graphs) if graphs else {}).items():
+    for name, ms in (times(graphs) if graphs else {}).items():
         measured[name]["ms"] = round(ms, 5)
     return measured
 

@@ -23,6 +23,15 @@ PROTOCOL = (
 )
 
 
+PAUSE_SECONDS = 0.03                     # as long as it takes to get there, it takes to come back
+COOL_REPLAYS = 9
+
+COOL_PROTOCOL = (
+    f"Milliseconds per call: median of {COOL_REPLAYS} replays of a CUDA graph of at least {CALLS_PER_GRAPH} calls, each after "
+    f"{PAUSE_SECONDS * 1e3:g} ms without load, so that the power limit has no part in it. Otherwise as the table of steady times."
+)
+
+
 def captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of the calls one after the other. Each runs twice before: compilation, tuning and caches come first."""
     stream = torch.cuda.Stream()
@@ -62,6 +71,20 @@ def interleaved_ms(graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]]) -> di
         name: statistics.median(span[name][0].elapsed_time(span[name][1]) / calls for span in spans[warm_up_rounds:])
         for name, (_, calls) in graphs.items()
     }
+
+
+def cool_ms(graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]]) -> dict[str, float]:
+    """As interleaved_ms(), each replay after a pause: of a GPU that has had little to do."""
+    found: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(COOL_REPLAYS + 1):
+        for name, (_, calls) in graphs.items():
+            time.sleep(PAUSE_SECONDS)
+            # The first replay is launched by the time that the second, which is timed, may begin.
+            graphs[name][0].replay()
+            start, end = _queue_round(graphs, [name], wait=True)[name]
+            if turn > 0:
+                found[name].append(start.elapsed_time(end) / calls)
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def _queue_round(graphs: Mapping[str, Any], order: Sequence[str], *, wait: bool = False) -> dict[str, tuple[Any, Any]]:

@@ -187,12 +187,12 @@ def test_each_system_is_held_against_float64_and_one_that_cannot_is_recorded(mon
 
     monkeypatch.setattr(forward, "rotated_inputs", lambda row, **_: [workload.make_inputs(row, device="cpu")])
     monkeypatch.setattr(forward, "graph_of", lambda calls: (len(calls), 5))
-    monkeypatch.setattr(forward, "interleaved_ms", lambda graphs: dict.fromkeys(graphs, 0.25))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("", (), {"L2_cache_size": 1}))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     prepare = {"fla": rounded, "flashinfer_cp": refused}
     columns = [systems.System(name, "torch", "torch", prepare[name]) for name in prepare]
-    found = forward.measure_row(Row(1, 2, (65, 3)), columns, timing.Budget(None))
+    times = lambda graphs: dict.fromkeys(graphs, 0.25)  # noqa: E731
+    found = forward.measure_row(Row(1, 2, (65, 3)), columns, timing.Budget(None), times)
     assert found["fla"]["ms"] == 0.25
     assert 1e-4 < found["fla"]["rel_l2"]["o"] < 4e-3
     assert found["fla"]["rel_l2"]["state"] < 1e-6
@@ -236,6 +236,23 @@ def test_rows_of_other_head_dims_have_a_table_of_their_own():
     x = workload.make_inputs(first, device="cpu")
     assert (x.q.shape[2:], x.v.shape[2:], x.initial_state.shape[1:]) == ((30, 96), (30, 192), (30, 96, 192))
     assert forward.forward_options([]).table == "forward"
+
+
+def test_times_of_a_cool_gpu_have_a_table_of_their_own():
+    options = forward.forward_options(["--cool"])
+    assert options.table == "forward_cool"
+    assert options.rows == list(workload.ROWS)
+
+
+def test_each_cool_replay_comes_after_a_pause(monkeypatch):
+    pauses = []
+    graph = type("", (), {"replay": lambda self: None})()
+    event = type("", (), {"record": lambda self: None, "elapsed_time": lambda self, end: 10.0})
+    monkeypatch.setattr(timing.time, "sleep", pauses.append)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert timing.cool_ms({"one": (graph, 5), "other": (graph, 4)}) == {"one": 2.0, "other": 2.5}
+    assert pauses == [timing.PAUSE_SECONDS] * 2 * (timing.COOL_REPLAYS + 1)
 
 
 def test_head_dims_tell_rows_apart():
