@@ -51,7 +51,7 @@ CHUNKS = dict(C=64, dtype="bfloat16", packed=True, index_dtype="int32")
 SPILL_BOUND = {
     "triangular_solve": 256,
     "register_state_forward": 288,       # the single warps, which have 24 registers, look for segments by rank
-    "segment_scan": 64,
+    "segment_scan": 80,
     "register_state_scan": 160,
     "register_gradient_scan": 320,
     "chunk_gradients": 256,

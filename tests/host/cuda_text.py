@@ -31,6 +31,7 @@ static thread_local struct { int x; } threadIdx;
 static inline size_t __cvta_generic_to_shared(const void* p) { return (const char*)p - shared; }
 template <class To, class From> static inline To bits(From x) { To y; memcpy(&y, &x, sizeof(y)); return y; }
 static inline float __uint_as_float(unsigned x) { return bits<float>(x); }
+static inline int atomicAdd(int* to, int x) { return __atomic_fetch_add(to, x, __ATOMIC_RELAXED); }
 struct uint4 { unsigned x, y, z, w; };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 

@@ -16,11 +16,12 @@ from emulated_helpers import HELPERS, LANE_HELPERS
 from emulated_memory import Array, Pointer, rounded
 
 from qla_jit.kernel_templates import register_gradient_scan, warpgroup_gradients
+from qla_jit.kernel_templates.macros.chunk_lists import COLUMNS, LISTING
 
 pytestmark = pytest.mark.skipif(cuda_text.COMPILER is None, reason="needs a C++ compiler")
 
 # Together they have all helpers.
-TEXTS = (register_gradient_scan.PRELUDE, warpgroup_gradients.PRELUDE)
+TEXTS = (register_gradient_scan.PRELUDE + LISTING, warpgroup_gradients.PRELUDE)
 
 THREAD = np.arange(128)
 WARP, LANE = THREAD // 32, THREAD % 32
@@ -36,7 +37,7 @@ class Operand:
     """The same values for the twin, and as the CUDA text has them; and where in it an argument points."""
 
     array: Array
-    memory: np.ndarray                   # float32, or bf16 as uint16
+    memory: np.ndarray                   # float32, int32, or bf16 as uint16
     order: np.ndarray                    # of each value, its place in `memory`
     index: tuple[Any, ...] = ()
 
@@ -112,6 +113,12 @@ class Memory:
         memory = np.zeros(int(np.prod(shape)), np.uint16)
         return self.operand(Operand, shape, "bfloat16", memory, np.arange(memory.size))
 
+    def counted(self, *shape: int) -> Operand:
+        """Integers in global memory, all 3."""
+        values, memory = np.full(shape, 3, np.int32), np.zeros(int(np.prod(shape)), np.int32)
+        self.operands.append(Operand(Array(self.block, values, "int32"), memory, np.arange(memory.size)))
+        return self.operands[-1]
+
 
 # Arguments of each: operands, numbers, and numbers of each thread.
 WARPGROUP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
@@ -147,6 +154,7 @@ WARP_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
     "qla_zero_rows": lambda m: [m.tile(64, 128), 37, 2],
     "qla_store_first_rows": lambda m: [m.tile(), m.in_global(80, 2, 128).at(3, 1, 64), 256, 37],
     "qla_zero_first_rows": lambda m: [m.in_global(80, 2, 128).at(3, 1, 0), 256, 37, 128],
+    "qla_list_chunk": lambda m: [m.counted(8, COLUMNS).at(0, 0), m.counted(2).at(1), 9, 11, 1, 192, 40],
 }
 LANE_CALLS: dict[str, Callable[[Memory], list[Any]]] = {
     "qla_scan64": lambda m: [m.registers(3)],
@@ -208,12 +216,13 @@ FAULTS = {
     "qla_score_gradient": ("a >= b + strict", "a > b + strict"),
     "qla_gate_gradient": ("d[h] = lane + 32 * h < valid", "d[h] = lane + 32 * h <= valid"),
     "qla_mark_resets": ("lane > 0 ? b : middle", "lane > 0 ? b : 0.0f"),
+    "qla_list_chunk": ("% 32 == 0", "% 16 == 0"),
 }
 
 
 @pytest.fixture(scope="module")
 def compiled_wrong(tmp_path_factory: pytest.TempPathFactory) -> list[DeviceHelpers]:
-    text = warpgroup_gradients.PRELUDE
+    text = warpgroup_gradients.PRELUDE + LISTING
     for right, wrong in FAULTS.values():
         assert right in text
         text = text.replace(right, wrong)
