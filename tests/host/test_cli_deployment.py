@@ -291,7 +291,8 @@ def test_readers_and_builders_meet_no_damage_while_a_prune_never_stops(cache, ca
         future.result()
     assert len(found) == 120
     assert caplog.text == ""
-    assert not (cache / "quarantine").exists()
+    # Who found an entry that was on its way out may have made the directory before it saw that the entry was gone.
+    assert list((cache / "quarantine").glob("*")) == []
 
 
 def test_gc_takes_what_nobody_will_come_back_for(run, cache):
