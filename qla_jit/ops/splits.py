@@ -6,6 +6,7 @@ go from segment to segment one after the other. Short segments fill the GPU and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -181,11 +182,14 @@ def lengths_to_try(sizes: Sizes) -> Iterator[int]:
         last = L
 
 
+# Who chooses a strategy and then its split asks twice, and the backward asks for the forward: up to 4 ms each time.
+@functools.lru_cache(maxsize=1024)
 def best_split(sizes: Sizes) -> int | None:
     """Chunks per segment of the forward; None where whole sequences are expected to be about as fast."""
     return shortest({L: split_us(sizes, L) for L in lengths_to_try(sizes)}, MARGIN * best_whole_us(sizes))
 
 
+@functools.lru_cache(maxsize=1024)
 def best_backward_split(sizes: Sizes) -> int | None:
     """As best_split(), of the backward. A forward whose backward is split takes the same segments and shares what it finds out:
     it is the time of both that counts."""
